@@ -1,0 +1,44 @@
+# Everything runs in .venv, which each target makes when it is missing or when what it needs has changed.
+PYTHON ?= python3
+BIN := .venv/bin
+export MPLBACKEND := Agg
+
+.PHONY: demo test test-all test-gpu test-faults lint types format bench clean
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/equipoise demo
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: .venv/installed
+	$(BIN)/mypy
+
+# One thread per worker: on two cores two test processes are faster than two threads in one.
+test: .venv/installed lint types
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+test-all: .venv/installed lint types
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not gpu'
+
+# Also without .venv, where torch and the rest are already installed: make test-gpu BIN=/usr/bin
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+bench: .venv/installed
+	$(BIN)/python bench/topology.py
+	$(BIN)/python bench/correction.py
+	$(BIN)/python bench/attack.py
+
+clean:
+	rm -rf .venv build dist src/*.egg-info
