@@ -1,0 +1,52 @@
+"""Datasets by name, and loaders whose epochs can be asked for again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from equipoise.catalogue import Catalogue
+from equipoise.data.augment import Augment
+from equipoise.data.cifar import read_cifar10, read_cifar100
+from equipoise.data.digits import read_digits
+from equipoise.data.folder import read_folder, read_imagenet
+from equipoise.data.folder_loader import FolderLoader
+from equipoise.data.images import Folder, Images, Splits, Statistics, statistics
+from equipoise.data.loader import Loader
+from equipoise.data.picture import ResizedCrop
+from equipoise.data.svhn import read_svhn
+
+__all__ = [
+    "DATASETS",
+    "Augment",
+    "Folder",
+    "FolderLoader",
+    "Images",
+    "Loader",
+    "ResizedCrop",
+    "Splits",
+    "Statistics",
+    "load",
+    "statistics",
+]
+
+DATASETS: Catalogue[Callable[[Path], Splits]] = Catalogue(
+    "dataset",
+    {
+        "digits": read_digits,
+        "cifar10": read_cifar10,
+        "cifar100": read_cifar100,
+        "svhn": read_svhn,
+        "imagenet": read_imagenet,
+        "folder": read_folder,
+    },
+)
+
+
+def load(name: str, root: str | Path = "data", validation: int = 0, seed: int = 0) -> Splits:
+    """A dataset by its name in `DATASETS`, its files looked for below `root`.
+
+    `validation` training images, chosen by `seed`, are held out (ITOP holds out 5,000 of CIFAR's 50,000).
+    """
+    splits = DATASETS[name](Path(root))
+    return splits.hold_out(validation, seed) if validation else splits

@@ -1,0 +1,133 @@
+"""Batches of a folder of images, decoded in worker processes, with epochs that can be asked for again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from equipoise.data.checks import require_whole
+from equipoise.data.images import Folder
+from equipoise.data.loader import unit
+from equipoise.data.order import Order
+from equipoise.data.picture import ResizedCrop, centre_box, cut, decode
+from equipoise.errors import UserError
+from equipoise.seeds import derive
+
+EVALUATION_ZOOM = 224 / 256  # the usual centre crop of 224 from a picture resized to 256
+
+
+class FolderLoader:
+    """Batches `(x, y)` of a folder of images: x float32 [B, 3, size, size] in [0, 1], y int64.
+
+    The interface and the promise of `Loader`: the crop and the flip of an image are drawn from
+    (seed, epoch, image), so neither the number of `workers` nor the batch size changes them.
+    Without `augment` the centre square is shown, as in evaluation.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        batch: int = 128,
+        seed: int = 0,
+        augment: ResizedCrop | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        device: str | torch.device = "cpu",
+        fixed_batches: bool = False,
+        size: int = 224,
+        workers: int = 2,
+    ) -> None:
+        require_whole("size", size, 1)
+        require_whole("workers", workers, 0)
+        self.order = Order(len(folder), batch, seed, shuffle, drop_last, fixed_batches)
+        self.folder = folder
+        self.augment = augment
+        self.device = torch.device(device)
+        self.size = size
+        self.workers = workers
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        return len(self.order)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch, from batch `start` on."""
+        self.order.check(start, extra=1)
+        plan = self.order.plan(epoch)
+        images = plan.images.tolist()
+        batches = DataLoader(
+            self._squares(epoch),
+            batch_sampler=[images[plan.part(i)] for i in range(start, len(self))],
+            collate_fn=_collated,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # its own, or it would draw from the global one
+        )
+        return self._stream(batches)
+
+    def batch(self, epoch: int, i: int) -> tuple[Tensor, Tensor]:
+        """Batch i of an epoch, bit-equal to the one that `epoch` gives; decoded in this process."""
+        self.order.check(i)
+        plan = self.order.plan(epoch)
+        squares = self._squares(epoch)
+        return self._delivered(_collated([squares[n] for n in plan.images[plan.part(i)].tolist()]))
+
+    def index(self, epoch: int, i: int) -> int:
+        """Which of the fixed batches is batch i of an epoch."""
+        return self.order.index(epoch, i)
+
+    def _squares(self, epoch: int) -> _Squares:
+        return _Squares(self.folder, self.size, self.augment, self.order.seed, epoch)
+
+    def _stream(self, batches: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        # A plain loop, so that an error lets go of the iterator, and of its workers, at once.
+        for batch in batches:
+            yield self._delivered(batch)
+
+    def _delivered(self, batch: tuple[Tensor, Tensor] | UserError) -> tuple[Tensor, Tensor]:
+        if isinstance(batch, UserError):
+            raise UserError(*batch.args)  # a new one: raising this local would make a reference cycle
+        x, y = (each.to(self.device, non_blocking=True) for each in batch)
+        return unit(x), y
+
+
+@dataclass(frozen=True, eq=False)
+class _Squares(Dataset[tuple[Tensor, int] | UserError]):
+    """The squares that the network sees of each image in one epoch; this is what travels to the workers."""
+
+    folder: Folder
+    size: int
+    augment: ResizedCrop | None
+    seed: int
+    epoch: int
+
+    def __getitem__(self, n: int) -> tuple[Tensor, int] | UserError:
+        # An error is handed over as a value: raised in a worker it would arrive wrapped in a traceback.
+        try:
+            picture = decode(self.folder.root / str(self.folder.names[n]))
+        except UserError as error:
+            return error
+        if self.augment is None:
+            square = cut(picture, centre_box(*picture.size, zoom=EVALUATION_ZOOM), self.size)
+        else:
+            rng = Random(derive(self.seed, "resized crop", self.epoch, n))
+            box, flip = self.augment.box(*picture.size, rng), self.augment.flip and rng.random() < 0.5
+            square = cut(picture, box, self.size, flip)
+        return square, int(self.folder.labels[n])
+
+
+def _collated(squares: list[tuple[Tensor, int] | UserError]) -> tuple[Tensor, Tensor] | UserError:
+    images: list[Tensor] = []
+    labels: list[int] = []
+    for square in squares:
+        if isinstance(square, UserError):
+            return square
+        images.append(square[0])
+        labels.append(square[1])
+    return torch.stack(images), torch.tensor(labels)

@@ -1,0 +1,113 @@
+"""equipoise.data.augment: crops, shifts and flips against a slow oracle, one image at a time."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.data.augment import Augment, Moves, move
+from equipoise.errors import UserError
+
+
+def oracle(image: np.ndarray, offset: tuple[int, int], flip: bool, reflect: bool) -> np.ndarray:
+    """Pad by more than enough with numpy, cut the window out, mirror it."""
+    _, height, width = image.shape
+    pad = max(map(abs, offset))
+    border = ((0, 0), (pad, pad), (pad, pad))
+    padded = np.pad(image, border, mode="reflect") if reflect else np.pad(image, border)
+    top, left = pad + offset[0], pad + offset[1]
+    window = padded[:, top : top + height, left : left + width]
+    return window[:, :, ::-1] if flip else window
+
+
+@given(st.data(), st.booleans(), st.integers(1, 3), st.integers(2, 7), st.integers(2, 7), st.integers(1, 5))
+def test_move_is_pad_crop_flip(data, reflect, channels, height, width, count):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    # Reflection goes as far as the image is large, zeros go beyond it.
+    reach = min(height, width) - 1 if reflect else 9
+    images = rng.integers(0, 256, (count, channels, height, width), dtype=np.uint8)
+    offsets = rng.integers(-reach, reach + 1, (count, 2))
+    flips = rng.random(count) < 0.5
+    moved = move(torch.from_numpy(images), Moves(torch.from_numpy(offsets), torch.from_numpy(flips)), reflect=reflect)
+    assert moved.dtype == torch.uint8
+    for n in range(count):
+        expected = oracle(images[n], tuple(offsets[n].tolist()), bool(flips[n]), reflect)
+        np.testing.assert_array_equal(moved[n].numpy(), expected)
+
+
+@given(
+    st.integers(0, 4),
+    st.sampled_from(["reflect", "zero"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0.0, 0.1, 0.3]),
+)
+def test_draws_stay_in_reach_and_repeat(pad, mode, crop, flip, shift):
+    augment = Augment(pad, mode, crop, flip, 0.0 if crop else shift)
+    offsets, flips = augment.draw(400, 10, 20, seed=1, epoch=2)
+    reach = (pad, pad) if crop else (round(shift * 10), round(shift * 20))
+    for column, most in zip(offsets.T.tolist(), reach, strict=True):
+        assert set(column) == set(range(-most, most + 1))  # 400 draws meet all of at most 13 values
+    assert (set(flips.tolist()) == {True, False}) is flip
+    again = augment.draw(400, 10, 20, seed=1, epoch=2)
+    assert torch.equal(again.offsets, offsets)
+    assert torch.equal(again.flips, flips)
+
+
+def test_draws_are_uniform():
+    offsets, flips = Augment(pad=4).draw(50_000, 32, 32, seed=0, epoch=0)
+    joint = torch.bincount((offsets[:, 0] + 4) * 9 + offsets[:, 1] + 4, minlength=81).double()
+    expected = 50_000 / 81
+    chi_square = float(((joint - expected) ** 2 / expected).sum())
+    assert chi_square < 80 + 5 * (2 * 80) ** 0.5  # mean + 5 standard deviations
+    assert abs(float(flips.double().mean()) - 0.5) < 5 * 0.5 / 50_000**0.5
+
+
+def test_epochs_seeds_and_purposes_draw_anew():
+    augment = Augment()
+    first = augment.draw(100, 32, 32, seed=0, epoch=0)
+    for other in (augment.draw(100, 32, 32, seed=0, epoch=1), augment.draw(100, 32, 32, seed=1, epoch=0)):
+        assert not torch.equal(first.offsets, other.offsets)
+        assert not torch.equal(first.flips, other.flips)
+    without_flips = Augment(flip=False).draw(100, 32, 32, seed=0, epoch=0)
+    assert torch.equal(first.offsets, without_flips.offsets)
+
+
+def test_shift_reaches_the_whole_fraction():
+    assert Augment(crop=False, shift=0.1).reach(32, 28) == (3, 2)
+    assert Augment(crop=False, shift=0.29).reach(100, 100) == (29, 29)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pad": -1}, "pad=-1"),
+        ({"pad": 1.5}, "pad=1.5"),
+        ({"pad": True}, "pad=True"),
+        ({"mode": "reflct"}, 'did you mean "reflect"'),
+        ({"crop": False, "shift": 1.0}, "shift=1.0"),
+        ({"crop": False, "shift": -0.1}, "shift=-0.1"),
+        ({"crop": False, "shift": float("nan")}, "shift=nan"),
+        ({"shift": 0.1}, "crop=False"),
+    ],
+)
+def test_bad_options_are_explained(options, words):
+    with pytest.raises(UserError, match=words):
+        Augment(**options)
+
+
+def test_reflection_beyond_the_image_is_explained():
+    with pytest.raises(UserError, match="4x9 cannot be reflect-padded by 4"):
+        Augment(pad=4).draw(1, 4, 9, seed=0, epoch=0)
+    Augment(pad=4, mode="zero").draw(1, 4, 9, seed=0, epoch=0)
+    Augment(pad=4).draw(1, 5, 9, seed=0, epoch=0)
+
+
+def test_move_compiles_to_the_same():
+    """Traced as a whole graph, so there is no host synchronisation in it."""
+    images = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
+    moves = Augment(pad=2).draw(4, 8, 8, seed=0, epoch=0)
+    for reflect in (True, False):
+        whole = torch.compile(move, backend="eager", fullgraph=True)
+        assert torch.equal(whole(images, moves, reflect=reflect), move(images, moves, reflect=reflect))
