@@ -1,0 +1,46 @@
+"""Which weights exist: masks, how the budget is shared, and the algorithms that move it."""
+
+from __future__ import annotations
+
+from equipoise.catalogue import Catalogue
+from equipoise.topology.algorithm import Algorithm, Dynamic
+from equipoise.topology.bsr import BSRNet
+from equipoise.topology.gmp import GMP
+from equipoise.topology.granet import GraNet
+from equipoise.topology.mest import MEST
+from equipoise.topology.rigl import RigL
+from equipoise.topology.set import SET
+from equipoise.topology.snfs import SNFS
+from equipoise.topology.static import Dense, Static
+from equipoise.topology.topology import Topology
+
+ALGORITHMS: Catalogue[type[Algorithm]] = Catalogue(
+    "topology",
+    {
+        "dense": Dense,
+        "static": Static,
+        "set": SET,
+        "rigl": RigL,
+        "snfs": SNFS,
+        "mest": MEST,
+        "gmp": GMP,
+        "granet": GraNet,
+        "bsr-net": BSRNet,
+    },
+)
+
+__all__ = [
+    "ALGORITHMS",
+    "GMP",
+    "MEST",
+    "SET",
+    "SNFS",
+    "Algorithm",
+    "BSRNet",
+    "Dense",
+    "Dynamic",
+    "GraNet",
+    "RigL",
+    "Static",
+    "Topology",
+]

@@ -1,0 +1,31 @@
+"""MEST: importance from weight and gradient together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from equipoise.errors import UserError
+from equipoise.topology.algorithm import Dynamic
+from equipoise.topology.masked import MaskedLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class MEST(Dynamic):
+    """MEST (Yuan et al. 2021): drop the lowest |w| + λ·|g| of the active weights, grow at random.
+
+    gradient_weight: λ = 1. The drop fraction falls by cosine (elastic mutation); the memory bound is the hard one.
+    """
+
+    until: float = 1.0
+    gradient_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gradient_weight < 0:
+            raise UserError(f"gradient_weight={self.gradient_weight}: λ of |w| + λ|g| is not negative")
+
+    def drop_score(self, layer: MaskedLayer) -> Tensor:
+        score = layer.weight.abs()
+        return score if layer.gradient is None else score + self.gradient_weight * layer.gradient.abs()

@@ -1,0 +1,303 @@
+"""A topology at work: masks on a model, kept by the hooks of its optimizer."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from equipoise.errors import UserError
+from equipoise.seeds import derive
+from equipoise.topology.algorithm import Algorithm, Dynamic
+from equipoise.topology.layers import select, unwrap
+from equipoise.topology.masked import MaskedLayer
+
+OWNERS = WeakIdKeyDictionary()  # sparse weight -> weak reference to its topology
+
+
+class Topology:
+    """Which weights of one model exist, from the first step to the last.
+
+    Made by `Algorithm.attach`. Weights stay plain parameters with unchanged `state_dict` keys. Three kinds of hooks
+    do the work and nothing is patched: after a backward pass the gradient of inactive weights is zeroed (so
+    clipping, momentum and every optimizer see the sparse gradient), before an optimizer step a dense gradient that
+    the algorithm asked for is put aside, and after the step inactive weights are set to exactly zero and, where the
+    schedule says so, some are dropped and others grown.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        total_steps: int | None = None,
+    ) -> None:
+        self.algorithm = algorithm
+        self.optimizer = optimizer
+        self.window = algorithm.window(total_steps)
+        self.steps = 0
+        self.updates = 0
+        self.layers = _make_layers(algorithm, unwrap(model))
+        self._skipped: list[tuple[nn.Parameter, Tensor]] = []
+        self._handles: list[Any] = []
+        self._check_optimizer()
+        self.apply()
+        self._install()
+
+    # What a user asks for
+
+    @staticmethod
+    def of(model: nn.Module) -> Topology | None:
+        """The topology that is attached to a model."""
+        owners = [OWNERS[p]() for p in model.parameters() if p in OWNERS]
+        return owners[0] if owners else None
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """The active places of every sparse weight, by parameter name."""
+        return {layer.name: layer.mask() for layer in self.layers}
+
+    @property
+    def size(self) -> int:
+        return sum(layer.size for layer in self.layers)
+
+    @property
+    def active(self) -> int:
+        return sum(layer.active for layer in self.layers)
+
+    @property
+    def density(self) -> float:
+        """Share of the chosen weights that is active."""
+        return self.active / self.size if self.layers else 1.0
+
+    @property
+    def exploration(self) -> float:
+        """ITOP's R_s: the share of the chosen weights that has been active at some time."""
+        return sum(layer.explored() for layer in self.layers) / self.size if self.layers else 1.0
+
+    @property
+    def update_is_next(self) -> bool:
+        """Whether the coming optimizer step is an update step."""
+        return self.window is not None and self.window.contains(self.steps + 1)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Set all inactive weights to exactly zero."""
+        for layer in self.layers:
+            layer.hide_inactive(layer.parameter)
+
+    @torch.no_grad()
+    def project(self, tensors: dict[str, Tensor]) -> None:
+        """Set the inactive places of tensors that are named and shaped like the weights (an average, say) to zero."""
+        for layer in self.layers:
+            if layer.name in tensors:
+                layer.hide_inactive(tensors[layer.name])
+
+    @torch.no_grad()
+    def hide_gradients(self) -> None:
+        """Leave the gradient of active weights in `.grad` and put aside the dense one that the algorithm asked for.
+
+        The optimizer's step does this in any case. Call it before clipping (under AMP after `unscale_`), so that
+        the norm is that of the active weights also where the algorithm wants all: RigL at updates, SNFS always.
+        """
+        if self._wants_dense_gradient:
+            for layer in self.layers:
+                layer.keep_dense_gradient()
+
+    def see_gradients(self) -> None:
+        """What happens after a backward pass, for gradients that came into `.grad` in another way."""
+        for layer in self.layers:
+            self._after_backward(layer, layer.parameter)
+
+    @contextmanager
+    def keeping_batch_gradient(self) -> Iterator[None]:
+        """Around a backward pass to whose gradient something will be added that growth shall not see.
+
+        Nothing is put aside at steps that need no dense gradient, nor where growth is by the corrected gradient.
+        """
+        layers = self.layers if self._wants_dense_gradient and not self.grows_by_corrected else []
+        earlier = [None if layer.parameter.grad is None else layer.parameter.grad.clone() for layer in layers]
+        yield
+        for layer, gradient in zip(layers, earlier, strict=True):
+            layer.keep_batch_gradient(gradient)
+
+    @property
+    def grows_by_corrected(self) -> bool:
+        """Whether growth wants the corrected gradient of inactive places."""
+        return getattr(self.algorithm, "growth", "batch") == "corrected"
+
+    def detach(self) -> None:
+        """Take the hooks off; the weights stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for layer in self.layers:
+            OWNERS.pop(layer.parameter, None)
+
+    # The hooks
+
+    @property
+    def _skips_steps(self) -> bool:
+        return isinstance(self.algorithm, Dynamic) and self.algorithm.step_at_update == "skip"
+
+    @property
+    def _wants_dense_gradient(self) -> bool:
+        wish = self.algorithm.dense_gradient
+        return wish == "always" or (wish == "at updates" and self.update_is_next)
+
+    def _install(self) -> None:
+        self._handles = [
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
+        ]
+        for layer in self.layers:
+            hook = partial(self._after_backward, layer)
+            self._handles.append(layer.parameter.register_post_accumulate_grad_hook(hook))
+            OWNERS[layer.parameter] = weakref.ref(self)
+
+    def _check_optimizer(self) -> None:
+        """A weight that another optimizer moves would come back after it was dropped."""
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for layer in self.layers:
+            if id(layer.parameter) not in known:
+                raise UserError(f'the optimizer does not have "{layer.name}"; give it the weight or exclude it')
+
+    @torch.no_grad()
+    def _after_backward(self, layer: MaskedLayer, parameter: Tensor) -> None:
+        if self._wants_dense_gradient:
+            layer.gradient_copy = None  # whatever was put aside is of an earlier pass, whose step was not taken
+        elif parameter.grad is not None:
+            layer.hide_inactive(parameter.grad)
+
+    def _before_step(
+        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Prepare the gradients: at once, or where the optimizer is given a closure, whenever it has made them."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._prepare_gradients()
+            return None
+
+        def prepared_closure() -> Any:
+            loss = closure()
+            self._prepare_gradients()
+            return loss
+
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (args[0], prepared_closure, *args[2:]), others
+
+    @torch.no_grad()
+    def _prepare_gradients(self) -> None:
+        self.hide_gradients()
+        if self.algorithm.dense_gradient == "always":
+            for layer in self.layers:
+                self.algorithm.observe(layer)
+        if self.update_is_next and self._skips_steps:
+            # Every optimizer leaves a parameter without gradient alone, its momentum and decay included.
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self._skipped = [(p, p.grad) for p in parameters if p.grad is not None]
+            for parameter in parameters:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        for parameter, gradient in self._skipped:
+            parameter.grad = gradient
+        self._skipped = []
+        self.apply()
+        self.algorithm.after_step(self)
+        if self.update_is_next:
+            self._update()
+        self.steps += 1
+        for layer in self.layers:
+            layer.gradient_copy = layer.batch_gradient = None
+
+    def _update(self) -> None:
+        assert isinstance(self.algorithm, Dynamic)
+        assert self.window is not None
+        self.updates += 1
+        for layer in self.layers:
+            if not layer.parameter.requires_grad:
+                continue  # frozen since
+            generator = torch.Generator(layer.parameter.device)
+            generator.manual_seed(derive(self.algorithm.seed, "growth", self.updates, layer.name))
+            choice = self.algorithm.choose(layer, self.window, self.steps + 1, generator)
+            if choice is not None:
+                layer.rewire(*choice, self._states(layer.parameter))
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self.optimizer.state.clear()  # steps and curvature of the old topology, all weights in one vector
+
+    def _states(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        """The optimizer's tensors that hold one number per weight: momentum, Adam's moments, whatever it keeps."""
+        for value in self.optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                yield value
+
+    # Save, load, copy
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "algorithm": type(self.algorithm).__name__,
+            "steps": self.steps,
+            "updates": self.updates,
+            "places": {layer.name: layer.places for layer in self.layers},
+            "memory": {layer.name: layer.memory for layer in self.layers if layer.memory is not None},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the masks and counters of a saved topology; a wrong state is refused and changes nothing.
+
+        To resume, attach first, as in the run that was saved, and then load the model, the optimizer and this:
+        attaching sets the weights outside the very first mask to zero.
+        """
+        self._check_state(state)
+        self.steps, self.updates = state["steps"], state["updates"]
+        for layer in self.layers:
+            layer.load(state["places"][layer.name], state["memory"].get(layer.name))
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Refuse a wrong state before anything is changed."""
+        if missing := set(self.state_dict()) - set(state):
+            raise UserError(f'this is no state of a topology: it has no "{min(missing)}"')
+        if state["algorithm"] != type(self.algorithm).__name__:
+            raise UserError(f"the state is of {state['algorithm']}, this topology is {type(self.algorithm).__name__}")
+        if differing := set(state["places"]) ^ {layer.name for layer in self.layers}:
+            raise UserError(f'the state has other sparse weights than the model, such as "{min(differing)}"')
+        for layer in self.layers:
+            layer.check(state["places"][layer.name])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
+        """A copy that works on the copied model and optimizer when the three are copied together.
+
+        Optimizers and parameters drop their hooks when copied, so the copy installs its own.
+        """
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_handles", "_skipped")}
+        new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in kept.items()}, _skipped=[], _handles=[])
+        if self._handles:
+            new._install()
+        return new
+
+
+def _make_layers(algorithm: Algorithm, model: nn.Module) -> list[MaskedLayer]:
+    if algorithm.sparsity == 0 and isinstance(algorithm.distribution, str):
+        return []
+    chosen = select(model, algorithm.include, algorithm.exclude, algorithm.dense_first, algorithm.dense_last)
+    shapes = {name: tuple(weight.shape) for name, weight in chosen.items()}
+    initial, final = algorithm.initial_counts(shapes, model), algorithm.final_counts(shapes, model)
+    generator = torch.Generator()  # on the CPU: the same initial mask on every device
+    layers = []
+    for name, weight in chosen.items():
+        generator.manual_seed(derive(algorithm.seed, "mask", name))
+        layers.append(MaskedLayer(name, weight, initial[name], final[name], generator))
+        algorithm.prepare(layers[-1])
+    return layers

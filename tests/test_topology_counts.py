@@ -1,0 +1,101 @@
+"""How many weights are active, how many ever were, and how many bytes that takes to know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from equipoise.topology import ALGORITHMS, SET, Static, Topology
+from topology_helpers import DYNAMIC, SPARSE, assert_sparse, attach, make, perceptron, train
+
+
+def held_bytes(topology: Topology) -> int:
+    tensors = [value for layer in topology.layers for value in vars(layer).values() if isinstance(value, Tensor)]
+    tensors += [value for value in vars(topology).values() if isinstance(value, Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors if not isinstance(t, nn.Parameter))
+
+
+@pytest.mark.parametrize("algorithm", SPARSE)
+def test_masks_take_one_byte_per_weight(algorithm: str) -> None:
+    """And nothing else is kept between steps, but for SNFS's momentum and BSR-Net's signs."""
+    model, optimizer, topology = make(algorithm)
+    for step in range(7):
+        train(model, optimizer, range(step, step + 1))
+        assert held_bytes(topology) == topology.size * {"snfs": 5, "bsr-net": 2}.get(algorithm, 1)
+        assert topology._skipped == []
+
+
+def test_density_and_exploration() -> None:
+    model, optimizer, topology = make("set", total=60, distribution="uniform")
+    assert topology.density == topology.exploration == pytest.approx(0.3, abs=0.002)
+    ever = topology.masks
+    for step in range(30):
+        train(model, optimizer, range(step, step + 1))
+        ever = {name: ever[name] | mask for name, mask in topology.masks.items()}
+        assert topology.exploration == sum(int(mask.sum()) for mask in ever.values()) / topology.size
+    assert topology.exploration > 2 * topology.density
+    dense = ALGORITHMS["dense"]().attach(model, optimizer)
+    assert (dense.density, dense.exploration, dense.masks) == (1.0, 1.0, {})
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    algorithm=st.sampled_from(sorted(DYNAMIC)),
+    sparsity=st.floats(0, 0.98),
+    share=st.floats(0, 1),
+    regrow=st.booleans(),
+    distribution=st.sampled_from(["uniform", "er", "erk"]),
+)
+def test_counts_never_drift(algorithm: str, sparsity: float, share: float, regrow: bool, distribution: str) -> None:
+    check_drift(algorithm, 60, sparsity=sparsity, drop_fraction=share, regrow=regrow, distribution=distribution)
+
+
+@pytest.mark.parametrize("algorithm", ["set", "rigl"])
+def test_counts_do_not_drift_over_thousands_of_updates(algorithm: str) -> None:
+    check_drift(algorithm, 2500, sparsity=0.73, drop_fraction=0.37, drop_decay="constant", until=1.0)
+
+
+def check_drift(algorithm: str, steps: int, **options: Any) -> None:
+    if algorithm == "granet":
+        options["initial_sparsity"] = options["sparsity"] / 2
+    model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    topology = attach(algorithm, model, optimizer, steps, every=1, **options)
+    budget = round((1 - options["sparsity"]) * 56)
+    inputs = torch.randn(4, 5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    assert_sparse(topology)
+    assert topology.active == (budget if topology.layers else 0)
+    assert [layer.active for layer in topology.layers] == [layer.final for layer in topology.layers]
+
+
+def test_a_grown_weight_starts_at_zero_even_if_somebody_wrote_there() -> None:
+    """sparsimony's SET computes the zeroed weights and throws them away: regrown ones keep stale values."""
+    model = nn.Linear(6, 6, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    topology = SET(sparsity=0.5, every=1, drop_fraction=0.9).attach(model, optimizer, total_steps=50)
+    for _ in range(20):
+        before = topology.masks["weight"]
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+        model(torch.ones(1, 6)).sum().backward()
+        optimizer.step()
+        grown = topology.masks["weight"] & ~before
+        assert grown.any()
+        assert torch.count_nonzero(model.weight[grown]) == 0
+
+
+def test_static_needs_no_length_of_training() -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    topology = Static(sparsity=0.9).attach(model, optimizer)
+    assert not topology.update_is_next
+    assert topology.active == round(0.1 * topology.size)
