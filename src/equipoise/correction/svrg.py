@@ -1,0 +1,33 @@
+"""SVRG and alpha-SVRG."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from equipoise.correction.estimator import CoefficientName, Estimator
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Estimator):
+    """No correction: the batch gradient as it is."""
+
+    @property
+    def corrects(self) -> bool:
+        return False
+
+    @property
+    def cost(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SVRG(Estimator):
+    """SVRG (Johnson & Zhang 2013): g = g_new - (g_old - g̃), that is c = 1 and γ = 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaSVRG(Estimator):
+    """alpha-SVRG (Yin et al. 2023): SVRG with a weight that falls linearly from 0.75 to 0 over training."""
+
+    coefficient: CoefficientName = "linear"
+    value: float = 0.75

@@ -1,0 +1,62 @@
+"""Without a weight a corrected run is plain training, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from correction_helpers import assert_same, attached, loader, streams
+from correction_oracle import cross_entropy
+from equipoise.correction import MVR, SAGA, SVRG, Agent, AgentMVR, AlphaSVRG, Estimator
+
+
+def train(estimator: Estimator | None, epochs: int = 3) -> list[Any]:
+    """With a plain loader that shuffles by the global stream; None is a loop without us."""
+    model, optimizer, topology, correction = attached(estimator or SVRG())
+    batches = loader()
+    losses = []
+    for _ in range(epochs):
+        if estimator is not None:
+            correction.refresh(batches, cross_entropy)
+        for i, (x, y) in enumerate(batches):
+            if estimator is None:
+                loss = cross_entropy(model, x, y)
+                loss.backward()
+            else:
+                loss = correction.backward(cross_entropy, x, y, index=i)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [losses, model.state_dict(), optimizer.state_dict(), topology.masks, streams()]
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        SVRG(value=0.0),
+        SVRG(value=0.0, way="replay"),
+        SVRG(value=0.0, way="running"),
+        SVRG(value=0, share=0.5),
+        SVRG(value=0.0, fraction=0.4),
+        AlphaSVRG(value=0.0),
+        Agent(gamma=0.0),
+        Agent(gamma=0.0, way="replay"),
+        Agent(gamma=0.0, when="pays", probe=2),
+        SVRG(gamma=0.0, coefficient="gradient"),
+        SVRG(gamma=0.0, coefficient="gradient", way="running", per_layer=True),
+        MVR(value=0.0),
+        AgentMVR(gamma=0.0),
+        SAGA(value=0.0),
+        SVRG(from_epoch=9),
+    ],
+    ids=str,
+)
+def test_without_weight_a_run_is_plain_training(estimator: Estimator) -> None:
+    assert_same(train(None), train(estimator))
+
+
+def test_with_weight_it_is_not() -> None:
+    plain, corrected = train(None), train(SVRG(value=0.5))
+    assert plain[0] != corrected[0]
+    assert plain[4] == corrected[4], "but it draws the same random numbers"
