@@ -1,0 +1,1 @@
+"""What happens inside: costs, gradients, and the bounds of the theory."""
