@@ -1,0 +1,96 @@
+"""Activation buffers with a border of zeros, used again from step to step.
+
+A buffer above 32 MB is mapped anew by the C library on every allocation, which costs more than the kernel
+that fills it. Buffers are therefore lent: when the last tensor on a loan is gone, the memory waits for the
+next loan of the same shape. Kernels write the interior only, so the border stays zero for ever.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equipoise.sparse.kernels import LANES
+
+Border = tuple[int, int]
+NO_BORDER: Border = (0, 0)
+IDLE_BYTES = 1 << 30  # memory that may wait for its next use
+
+
+class _Key(NamedTuple):
+    blocks: int
+    channels: int
+    height: int
+    width: int
+    border: Border
+
+
+_idle: defaultdict[_Key, list[Tensor]] = defaultdict(list)
+_idle_bytes = 0
+_lent: dict[int, _Key] = {}
+
+
+class _Loan:
+    """Owner of lent memory; numpy keeps it alive, and its end gives the memory back."""
+
+    def __init__(self, key: _Key, memory: Tensor) -> None:
+        self.key, self.memory = key, memory
+        self.__array_interface__: dict[str, Any] = memory.numpy().__array_interface__
+        _lent[memory.data_ptr()] = key
+
+    def __del__(self) -> None:
+        global _idle_bytes
+        if _lent.pop(self.memory.data_ptr(), None) is None:
+            return
+        _idle_bytes += self.memory.nbytes
+        _idle[self.key].append(self.memory)
+        if _idle_bytes > IDLE_BYTES:
+            clear()
+
+
+def clear() -> None:
+    """Hand idle memory back to the system."""
+    global _idle_bytes
+    _idle.clear()
+    _idle_bytes = 0
+
+
+def take(shape: tuple[int, int, int, int], border: Border = NO_BORDER) -> Tensor:
+    """(blocks, channels, height, width, lanes), not initialised, inside a border of zeros."""
+    global _idle_bytes
+    key = _Key(*shape, border)
+    blocks, channels, height, width, (rows, columns) = key
+    waiting = _idle.get(key)
+    if waiting:
+        memory = waiting.pop()
+        _idle_bytes -= memory.nbytes
+    else:
+        memory = torch.zeros(blocks, channels, height + 2 * rows, width + 2 * columns, LANES)
+    if not memory.numel():
+        return memory
+    lent = torch.from_numpy(np.asarray(_Loan(key, memory)))
+    return lent[:, :, rows : rows + height, columns : columns + width]
+
+
+def border_of(tensor: Tensor) -> Border:
+    """How many zeros surround each plane of `tensor`; (0, 0) for memory that is not from here."""
+    key = _lent.get(tensor.untyped_storage().data_ptr())
+    return key.border if key is not None and key[:4] == tensor.shape[:4] else NO_BORDER
+
+
+def with_border(tensor: Tensor, border: Border) -> Tensor:
+    """`tensor` itself where the kernels can read it with that much border, else a copy that they can."""
+    rows, columns = border_of(tensor)
+    if rows >= border[0] and columns >= border[1] and readable(tensor):
+        return tensor
+    blocks, channels, height, width, _ = tensor.shape
+    return take((blocks, channels, height, width), border).copy_(tensor)
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether lanes, then columns, are contiguous: all that the kernels ask of steps."""
+    return tensor.stride(4) == 1 and tensor.stride(3) == LANES

@@ -1,0 +1,230 @@
+/* Sparse convolution: forward, input gradient, weight gradient on active weights. */
+#include "kernels.h"
+
+#define MAX_TILE 8
+
+/* A wide tile spares work per tap; a narrow one keeps more planes in cache, and wins where these are many. */
+static int64_t tile_width(const map *x, int64_t taps, int64_t rows) {
+    const int64_t most = eq_accumulators() / 2;
+    return most > 4 && (x->c > 128 || taps < 64 * rows) ? 4 : most;
+}
+
+/* Positions in tile i. */
+static int tile_at(int64_t i, int64_t width, int64_t positions) {
+    const int64_t left = positions - i * width;
+    return left < width ? left : width;
+}
+
+/* Source pointers and destination pointers of up to MAX_TILE consecutive positions. */
+typedef struct {
+    const float *x[MAX_TILE];
+    float *y[MAX_TILE];
+} tile;
+
+/* Memory is far: while one tile is at work, the rows of it ask for the planes that the next one will read. */
+INLINE void fetch_next(const tile *next, const map *x, int64_t reach, int64_t y_row, int write, int64_t row,
+                       int64_t rows, const int T) {
+    for (int64_t c = x->c * row / rows; c < x->c * (row + 1) / rows; c++)
+        for (int i = 0; i < T; i++) __builtin_prefetch(next->x[i] + c * x->sc + reach);
+    for (int i = 0; i < T; i++) {
+        if (write)
+            __builtin_prefetch(next->y[i] + y_row, 1);
+        else
+            __builtin_prefetch(next->y[i] + y_row);
+    }
+}
+
+INLINE void place(tile *t, const map *x, const map *y, int64_t first, int count) {
+    for (int i = 0; i < count; i++) {
+        int64_t p = first + i, w = p % y->w, h = p / y->w % y->h, n = p / y->w / y->h;
+        t->x[i] = x->data + n * x->sn + h * x->sh + w * x->sw;
+        t->y[i] = y->data + n * y->sn + h * y->sh + w * y->sw;
+    }
+}
+
+/* ---- convolution: forward, and input gradient on the transposed pattern ---- */
+
+typedef struct {
+    const map *x, *y;
+    const tap *taps;
+    const int32_t *start; /* blocks x rows + 1 */
+    int64_t blocks;
+    int64_t reach; /* the furthest offset of a tap within a plane */
+    const float *bias;
+    int relu;
+} conv_work;
+
+INLINE void conv_rows(const conv_work *a, const tile *t, const tile *next, int64_t block, const int64_t from,
+                      const int64_t end, const int T) {
+    const int32_t *start = a->start + block * a->y->c;
+    const int first = block == 0, last = block == a->blocks - 1;
+    for (int64_t row = from; row < end; row++) {
+        const tap *k = a->taps + start[row], *stop = a->taps + start[row + 1];
+        const int64_t to = row * a->y->sc;
+        if (last && next) fetch_next(next, a->x, a->reach, to, 1, row - from, end - from, T);
+        if (k == stop && !first && !(last && a->relu)) continue;
+        vec acc[MAX_TILE][2];
+        if (first) {
+            const vec b = splat(a->bias ? a->bias[row] : 0);
+#pragma GCC unroll 8
+            for (int i = 0; i < T; i++) acc[i][0] = acc[i][1] = b;
+        } else {
+#pragma GCC unroll 8
+            for (int i = 0; i < T; i++) acc[i][0] = load(t->y[i] + to), acc[i][1] = load(t->y[i] + to + 8);
+        }
+        for (; k < stop; k++) {
+            const vec w = splat(k->weight);
+            const int64_t o = k->offset;
+#pragma GCC unroll 8
+            for (int i = 0; i < T; i++) {
+                acc[i][0] += w * load(t->x[i] + o);
+                acc[i][1] += w * load(t->x[i] + o + 8);
+            }
+        }
+        if (last && a->relu) {
+#pragma GCC unroll 8
+            for (int i = 0; i < T; i++) acc[i][0] = relu(acc[i][0]), acc[i][1] = relu(acc[i][1]);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < T; i++) store(t->y[i] + to, acc[i][0]), store(t->y[i] + to + 8, acc[i][1]);
+    }
+}
+
+CLONES static void conv_tile(const conv_work *a, const tile *t, const tile *next, int count, int64_t row,
+                             int64_t end) {
+    for (int64_t b = 0; b < a->blocks; b++) {
+        switch (count) {
+        case 8: conv_rows(a, t, next, b, row, end, 8); break;
+        case 7: conv_rows(a, t, next, b, row, end, 7); break;
+        case 6: conv_rows(a, t, next, b, row, end, 6); break;
+        case 5: conv_rows(a, t, next, b, row, end, 5); break;
+        case 4: conv_rows(a, t, next, b, row, end, 4); break;
+        case 3: conv_rows(a, t, next, b, row, end, 3); break;
+        case 2: conv_rows(a, t, next, b, row, end, 2); break;
+        default: conv_rows(a, t, next, b, row, end, 1);
+        }
+    }
+}
+
+static void conv_job(const void *work, int part, int parts) {
+    const conv_work *a = work;
+    const int64_t positions = a->y->n * a->y->h * a->y->w, rows = a->y->c;
+    const int64_t width = tile_width(a->x, a->start[a->blocks * rows] - a->start[0], rows);
+    const int64_t tiles = (positions + width - 1) / width;
+    int64_t first = 0, stop = tiles, row = 0, end = rows;
+    if (tiles >= 8 * parts) { /* enough tiles to share, else share the rows */
+        first = tiles * part / parts;
+        stop = tiles * (part + 1) / parts;
+    } else {
+        row = eq_split_rows(a->start, a->blocks, rows, part, parts);
+        end = eq_split_rows(a->start, a->blocks, rows, part + 1, parts);
+    }
+    tile now, next;
+    for (int64_t i = first; i < stop; i++) {
+        const int count = tile_at(i, width, positions);
+        if (i == first) place(&now, a->x, a->y, i * width, count);
+        const int more = i + 1 < stop && tile_at(i + 1, width, positions) == count;
+        if (i + 1 < stop) place(&next, a->x, a->y, (i + 1) * width, tile_at(i + 1, width, positions));
+        conv_tile(a, &now, more ? &next : NULL, count, row, end);
+        now = next;
+    }
+}
+
+/* y[row] = bias[row] + sum of weight * x[position + offset]. x's steps are per output position. */
+void eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, int64_t blocks,
+             int64_t reach, const float *bias, int relu, int threads) {
+    conv_work a = {x, y, taps, start, blocks, reach, bias, relu};
+    eq_run(conv_job, &a, threads);
+}
+
+/* ---- weight gradient, for active weights only ---- */
+
+typedef struct {
+    const map *x, *dy;
+    const tap *taps;
+    const int32_t *start, *order; /* order: place of each tap in the vector of values */
+    int64_t blocks, reach;
+    float *dvalues, *dbias;
+} grad_work;
+
+/* dot[k] += <dy tile, x tile at k's offset>, lane by lane; lanes are summed once, at the end. */
+INLINE void grad_rows(const grad_work *a, const tile *t, const tile *next, int64_t block, const int64_t row,
+                      const int64_t end, vec *dot, vec *dbias, const int T) {
+    const int32_t *start = a->start + block * a->dy->c;
+    const tap *base = a->taps + start[row];
+    for (int64_t r = row; r < end; r++) {
+        const tap *k = a->taps + start[r], *stop = a->taps + start[r + 1];
+        if (next) fetch_next(next, a->x, a->reach, r * a->dy->sc, 0, r - row, end - row, T);
+        if (k == stop && !dbias) continue;
+        vec g[MAX_TILE][2];
+#pragma GCC unroll 8
+        for (int i = 0; i < T; i++) {
+            g[i][0] = load(t->y[i] + r * a->dy->sc);
+            g[i][1] = load(t->y[i] + r * a->dy->sc + 8);
+        }
+        if (dbias) {
+            vec s = g[0][0] + g[0][1];
+#pragma GCC unroll 8
+            for (int i = 1; i < T; i++) s += g[i][0] + g[i][1];
+            dbias[r - row] += s;
+        }
+        for (; k < stop; k++) {
+            const int64_t o = k->offset;
+            vec sums[4] = {dot[k - base], splat(0), splat(0), splat(0)}; /* four chains hide the latency */
+#pragma GCC unroll 8
+            for (int i = 0; i < T; i++) {
+                sums[i % 2] += g[i][0] * load(t->x[i] + o);
+                sums[i % 2 + 2] += g[i][1] * load(t->x[i] + o + 8);
+            }
+            dot[k - base] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        }
+    }
+}
+
+CLONES static void grad_tile(const grad_work *a, const tile *t, const tile *next, int count, int64_t block,
+                             int64_t row, int64_t end, vec *dot, vec *dbias) {
+    switch (count) {
+    case 8: grad_rows(a, t, next, block, row, end, dot, dbias, 8); break;
+    case 7: grad_rows(a, t, next, block, row, end, dot, dbias, 7); break;
+    case 6: grad_rows(a, t, next, block, row, end, dot, dbias, 6); break;
+    case 5: grad_rows(a, t, next, block, row, end, dot, dbias, 5); break;
+    case 4: grad_rows(a, t, next, block, row, end, dot, dbias, 4); break;
+    case 3: grad_rows(a, t, next, block, row, end, dot, dbias, 3); break;
+    case 2: grad_rows(a, t, next, block, row, end, dot, dbias, 2); break;
+    default: grad_rows(a, t, next, block, row, end, dot, dbias, 1);
+    }
+}
+
+static void grad_job(const void *work, int part, int parts) {
+    const grad_work *a = work;
+    const int64_t positions = a->dy->n * a->dy->h * a->dy->w, rows = a->dy->c;
+    const int64_t width = tile_width(a->x, a->start[a->blocks * rows] - a->start[0], rows);
+    const int64_t row = eq_split_rows(a->start, a->blocks, rows, part, parts);
+    const int64_t end = eq_split_rows(a->start, a->blocks, rows, part + 1, parts);
+    const int64_t tiles = (positions + width - 1) / width;
+    tile now, next;
+    vec *dbias = a->dbias ? eq_scratch((end - row) * sizeof(vec)) : NULL;
+    for (int64_t b = 0; b < a->blocks; b++) {
+        const int32_t from = a->start[b * rows + row], to = a->start[b * rows + end];
+        vec *dot = eq_scratch((to - from) * sizeof(vec));
+        for (int64_t i = 0; i < tiles; i++) {
+            const int count = tile_at(i, width, positions);
+            if (!i) place(&now, a->x, a->dy, 0, count);
+            const int more = i + 1 < tiles && tile_at(i + 1, width, positions) == count;
+            if (i + 1 < tiles) place(&next, a->x, a->dy, (i + 1) * width, tile_at(i + 1, width, positions));
+            grad_tile(a, &now, more ? &next : NULL, count, b, row, end, dot, b ? NULL : dbias);
+            now = next;
+        }
+        for (int32_t k = from; k < to; k++) a->dvalues[a->order[k]] = sum(dot[k - from]);
+        free(dot);
+    }
+    for (int64_t r = row; dbias && r < end; r++) a->dbias[r] = sum(dbias[r - row]);
+    free(dbias);
+}
+
+void eq_conv_grad(const map *x, const map *dy, const tap *taps, const int32_t *start, const int32_t *order,
+                  int64_t blocks, int64_t reach, float *dvalues, float *dbias, int threads) {
+    grad_work a = {x, dy, taps, start, order, blocks, reach, dvalues, dbias};
+    eq_run(grad_job, &a, threads);
+}
+

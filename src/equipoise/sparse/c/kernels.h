@@ -1,0 +1,74 @@
+#ifndef EQUIPOISE_KERNELS_H
+#define EQUIPOISE_KERNELS_H
+/* Sparse convolution on batch-blocked activations, and the layers around it.
+ *
+ * A map is (n, c, h, w, 16): sixteen images side by side are its innermost axis ("lanes"), so that one
+ * weight multiplies two full vectors and no pattern of weights can hurt vectorisation. Maps are described
+ * by a pointer to their first interior element and by steps in floats; a border of zeros around each plane
+ * takes the place of bounds checks. Lanes beyond the batch size hold anything finite in activations and
+ * zero in gradients.
+ *
+ * A pattern is a list of taps (weight, offset into the source map) sorted by (block of source channels,
+ * destination channel): the taps of a block touch few enough planes to stay in the first-level cache.
+ *
+ * Every loop runs in an order that does not depend on the number of threads: results are reproducible.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EQ_ABI 1 /* raise with any change of a signature or struct, here and in kernels.py */
+#define LANES 16
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(EQ_NO_CLONES)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+/* 32 bytes: wider vectors are split into scalars where the machine lacks them. */
+typedef float vec __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t bits __attribute__((vector_size(32), aligned(4), may_alias));
+
+typedef struct {
+    float *data;
+    int64_t n, c, h, w;          /* extent: blocks of images, channels, rows, columns */
+    int64_t sn, sc, sh, sw;      /* steps, in floats */
+} map;
+
+typedef struct {
+    float weight;
+    int32_t offset;
+} tap;
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec v) { *(vec *)p = v; }
+INLINE vec splat(float a) { return (vec){a, a, a, a, a, a, a, a}; }
+INLINE vec where(bits mask, vec v) { return (vec)(mask & (bits)v); }
+/* Both let NaN through, as torch does: a diverged run must not look healthy. */
+INLINE vec relu(vec v) { return where(~(v < splat(0)), v); }
+INLINE vec larger(vec a, vec b) {
+    const bits a_wins = (a > b) | (a != a);
+    return (vec)((a_wins & (bits)a) | (~a_wins & (bits)b));
+}
+INLINE float sum(vec v) {
+    float s = 0;
+    for (int i = 0; i < 8; i++) s += v[i];
+    return s;
+}
+
+INLINE float *at(const map *m, int64_t n, int64_t c, int64_t h) {
+    return m->data + n * m->sn + c * m->sc + h * m->sh;
+}
+
+/* A job does part `part` of `parts` of its work. */
+typedef void (*job)(const void *work, int part, int parts);
+
+void eq_run(job work, const void *arguments, int threads);
+int eq_accumulators(void); /* vectors that a kernel may keep in registers, a power of two */
+int64_t eq_split_rows(const int32_t *start, int64_t blocks, int64_t rows, int part, int parts);
+void *eq_scratch(size_t bytes); /* zeroed, aligned to a cache line; free() it */
+
+#endif

@@ -1,0 +1,35 @@
+/* To and from the blocked layout. */
+#include "kernels.h"
+
+/* ---- layout: (images, c, h, w) with any steps to and from blocks of sixteen images ---- */
+
+typedef struct {
+    const map *plain, *blocked; /* plain: n counts images */
+    int to_blocked;
+} layout_work;
+
+CLONES static void layout_plane(const layout_work *a, int64_t n, int64_t c) {
+    const map *x = a->plain, *y = a->blocked;
+    const int64_t left = x->n - n * LANES, real = left < LANES ? left : LANES;
+    for (int64_t h = 0; h < y->h; h++) {
+        float *p = x->data + n * LANES * x->sn + c * x->sc + h * x->sh, *q = at(y, n, c, h);
+        for (int64_t w = 0; w < y->w; w++, p += x->sw, q += LANES) {
+            if (a->to_blocked)
+                for (int64_t i = 0; i < LANES; i++) q[i] = i < real ? p[i * x->sn] : 0;
+            else
+                for (int64_t i = 0; i < real; i++) p[i * x->sn] = q[i];
+        }
+    }
+}
+
+static void layout_job(const void *work, int part, int parts) {
+    const layout_work *a = work;
+    const int64_t planes = a->blocked->n * a->blocked->c;
+    for (int64_t i = planes * part / parts; i < planes * (part + 1) / parts; i++)
+        layout_plane(a, i / a->blocked->c, i % a->blocked->c);
+}
+
+void eq_layout(const map *plain, const map *blocked, int to_blocked, int threads) {
+    layout_work a = {plain, blocked, to_blocked};
+    eq_run(layout_job, &a, threads);
+}

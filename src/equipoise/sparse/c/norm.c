@@ -1,0 +1,219 @@
+/* BatchNorm and what follows it. */
+#include "kernels.h"
+
+/* ---- BatchNorm, residual add, ReLU and 2x2 max-pool in one pass, forward and backward ---- */
+
+enum { IDENTITY, FIXED, BATCH }; /* no normalisation, by running statistics, by statistics of the batch */
+
+typedef struct {
+    map y, out;            /* before and after; out is smaller by half where pooled */
+    map residual;          /* data NULL: none. Added before ReLU. */
+    int64_t images;        /* real lanes: the last block may be only partly filled */
+    int32_t norm, relu, pool;
+    float eps, momentum;   /* momentum < 0: cumulative average is up to the caller, leave running alone */
+    const float *gamma, *beta;
+    float *running_mean, *running_var;
+    float *mean, *inv;     /* of the channel, kept for backward */
+    map dy, dresidual, dout; /* backward only */
+    float *dgamma, *dbeta;
+} norm_work;
+
+/* 1 in lanes that hold an image of the batch. */
+INLINE void real_lanes(const norm_work *a, int64_t n, vec lanes[2]) {
+    float real[LANES];
+    for (int i = 0; i < LANES; i++) real[i] = n * LANES + i < a->images;
+    lanes[0] = load(real), lanes[1] = load(real + 8);
+}
+
+/* Mean and variance of a channel from sums shifted by its first value, so that nothing cancels. */
+INLINE void statistics(const norm_work *a, int64_t c, double *mean, double *var) {
+    const float shift = a->y.data[c * a->y.sc];
+    const vec s = splat(shift);
+    double first = 0, second = 0;
+    for (int64_t n = 0; n < a->y.n; n++) {
+        vec lanes[2], one = splat(0), two = splat(0);
+        real_lanes(a, n, lanes);
+        for (int64_t h = 0; h < a->y.h; h++) {
+            const float *p = at(&a->y, n, c, h);
+            for (int64_t i = 0; i < a->y.w * LANES; i += LANES) {
+                const vec u = (load(p + i) - s) * lanes[0], v = (load(p + i + 8) - s) * lanes[1];
+                one += u + v;
+                two += u * u + v * v;
+            }
+        }
+        first += sum(one);
+        second += sum(two);
+    }
+    const double count = (double)a->images * a->y.h * a->y.w;
+    *mean = shift + first / count;
+    *var = second / count - first / count * (first / count);
+    if (*var < 0) *var = 0;
+}
+
+/* z = scale * y + shift is what the channel becomes before residual, ReLU and pool. */
+INLINE void prepare(const norm_work *a, int64_t c, float *scale, float *shift) {
+    *scale = 1, *shift = 0;
+    if (a->norm == IDENTITY) return;
+    if (a->norm == BATCH) {
+        double mean, var;
+        statistics(a, c, &mean, &var);
+        a->mean[c] = mean;
+        a->inv[c] = 1 / sqrt(var + a->eps);
+        const double count = (double)a->images * a->y.h * a->y.w;
+        if (a->running_mean && a->momentum >= 0) {
+            a->running_mean[c] += a->momentum * (mean - a->running_mean[c]);
+            a->running_var[c] += a->momentum * (var * count / (count - 1) - a->running_var[c]);
+        }
+    } else {
+        a->mean[c] = a->running_mean[c];
+        a->inv[c] = 1 / sqrtf(a->running_var[c] + a->eps);
+    }
+    *scale = (a->gamma ? a->gamma[c] : 1) * a->inv[c];
+    *shift = (a->beta ? a->beta[c] : 0) - a->mean[c] * *scale;
+}
+
+INLINE void apply(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift) {
+    const int step = a->pool ? 2 * LANES : LANES;
+    for (int64_t h = 0; h < a->out.h; h++) {
+        const float *p = at(&a->y, n, c, a->pool ? 2 * h : h), *below = p + a->y.sh;
+        const float *r = a->residual.data ? at(&a->residual, n, c, h) : NULL;
+        float *q = at(&a->out, n, c, h);
+        for (int64_t i = 0; i < a->out.w; i++) {
+            for (int half = 0; half < LANES; half += 8) {
+                const float *s = p + i * step + half, *t = below + i * step + half;
+                vec z = scale * load(s) + shift;
+                if (a->pool) {
+                    z = larger(z, scale * load(s + LANES) + shift);
+                    z = larger(z, larger(scale * load(t) + shift, scale * load(t + LANES) + shift));
+                }
+                if (r) z += load(r + i * LANES + half);
+                if (a->relu) z = relu(z);
+                store(q + i * LANES + half, z);
+            }
+        }
+    }
+}
+
+CLONES static void norm_channel(const norm_work *a, int64_t c) {
+    float scale, shift;
+    prepare(a, c, &scale, &shift);
+    for (int64_t n = 0; n < a->y.n; n++) apply(a, n, c, splat(scale), splat(shift));
+}
+
+static void norm_job(const void *work, int part, int parts) {
+    const norm_work *a = work;
+    for (int64_t c = a->y.c * part / parts; c < a->y.c * (part + 1) / parts; c++) norm_channel(a, c);
+}
+
+void eq_norm(const norm_work *a, int threads) { eq_run(norm_job, a, threads); }
+
+/* One lane-half of one position (of a 2x2 window where pooled): what reaches each y through ReLU and pool. */
+typedef struct {
+    vec y[4], g[4];
+} window;
+
+INLINE window look(const norm_work *a, const float *y, const float *g, const float *r, vec scale, vec shift,
+                   const int cells) {
+    const int64_t place[4] = {0, LANES, a->y.sh, a->y.sh + LANES};
+    window v;
+    vec z[4];
+    for (int i = 0; i < cells; i++) {
+        v.y[i] = load(y + place[i]);
+        z[i] = scale * v.y[i] + shift;
+    }
+    vec top = z[0], got = load(g);
+    for (int i = 1; i < cells; i++) top = larger(z[i], top);
+    vec after = top;
+    if (r) after += load(r);
+    if (a->relu) got = where(after > splat(0), got);
+    bits open = top == top;
+    for (int i = 0; i < cells; i++) { /* the first of equals takes it, as in torch */
+        const bits mine = open & (z[i] == top);
+        v.g[i] = where(mine, got);
+        open &= ~mine;
+    }
+    return v;
+}
+
+typedef struct {
+    vec scale, shift, mean, by_g, by_y, constant, lanes[2];
+    vec sum_g, sum_gy;
+} channel_state;
+
+/* One plane: sums in the first pass, dy in the second. */
+INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *k, int write, const int cells) {
+    const int64_t target[4] = {0, LANES, a->dy.sh, a->dy.sh + LANES};
+    const int64_t side = cells == 4 ? 2 : 1;
+    for (int64_t h = 0; h < a->dout.h; h++) {
+        const float *y = at(&a->y, n, c, h * side), *g = at(&a->dout, n, c, h);
+        const float *r = a->residual.data ? at(&a->residual, n, c, h) : NULL;
+        float *dy = write ? at(&a->dy, n, c, h * side) : NULL;
+        float *dr = write && a->dresidual.data ? at(&a->dresidual, n, c, h) : NULL;
+        for (int64_t i = 0; i < a->dout.w * LANES; i += LANES) {
+            for (int half = 0; half < 2; half++) {
+                const int64_t o = i + half * 8, yo = i * side + half * 8;
+                const window v = look(a, y + yo, g + o, r ? r + o : NULL, k->scale, k->shift, cells);
+                for (int j = 0; j < cells; j++) {
+                    const vec centred = v.y[j] - k->mean;
+                    if (write) {
+                        const vec d = k->by_g * v.g[j] + k->by_y * centred + k->constant;
+                        store(dy + yo + target[j], d * k->lanes[half]);
+                    } else {
+                        k->sum_g += v.g[j];
+                        k->sum_gy += v.g[j] * centred;
+                    }
+                }
+                if (dr) store(dr + o, v.g[0]);
+            }
+        }
+    }
+}
+
+/* Rows and columns that a 2x2 pool of an odd map leaves out: no g reaches them, but the statistics do. */
+INLINE void back_rest(const norm_work *a, int64_t n, int64_t c, const channel_state *k) {
+    for (int64_t h = 0; h < a->y.h; h++) {
+        const float *y = at(&a->y, n, c, h);
+        float *dy = at(&a->dy, n, c, h);
+        for (int64_t w = h < 2 * a->dout.h ? 2 * a->dout.w : 0; w < a->y.w; w++)
+            for (int half = 0; half < 2; half++) {
+                const int64_t o = w * LANES + half * 8;
+                store(dy + o, (k->by_y * (load(y + o) - k->mean) + k->constant) * k->lanes[half]);
+            }
+    }
+}
+
+CLONES static void norm_back_channel(const norm_work *a, int64_t c) {
+    const float mean = a->norm ? a->mean[c] : 0, inv = a->norm ? a->inv[c] : 1;
+    const float scale = a->norm && a->gamma ? a->gamma[c] * inv : inv;
+    const float shift = a->norm ? (a->beta ? a->beta[c] : 0) - mean * scale : 0;
+    channel_state k = {.scale = splat(scale), .shift = splat(shift), .mean = splat(mean), .by_g = splat(scale)};
+    double sum_g = 0, sum_gy = 0;
+    if (a->norm) {
+        for (int64_t n = 0; n < a->y.n; n++) {
+            k.sum_g = k.sum_gy = splat(0);
+            a->pool ? back_plane(a, n, c, &k, 0, 4) : back_plane(a, n, c, &k, 0, 1);
+            sum_g += sum(k.sum_g);
+            sum_gy += sum(k.sum_gy);
+        }
+        if (a->dbeta) a->dbeta[c] = sum_g;
+        if (a->dgamma) a->dgamma[c] = sum_gy * inv;
+    }
+    if (a->norm == BATCH) {
+        const double count = (double)a->images * a->y.h * a->y.w;
+        k.constant = splat(-scale * sum_g / count);
+        k.by_y = splat(-scale * inv * inv * sum_gy / count);
+    }
+    for (int64_t n = 0; n < a->y.n; n++) {
+        real_lanes(a, n, k.lanes);
+        a->pool ? back_plane(a, n, c, &k, 1, 4) : back_plane(a, n, c, &k, 1, 1);
+        if (a->pool) back_rest(a, n, c, &k);
+    }
+}
+
+static void norm_back_job(const void *work, int part, int parts) {
+    const norm_work *a = work;
+    for (int64_t c = a->y.c * part / parts; c < a->y.c * (part + 1) / parts; c++) norm_back_channel(a, c);
+}
+
+void eq_norm_grad(const norm_work *a, int threads) { eq_run(norm_back_job, a, threads); }
+

@@ -1,0 +1,58 @@
+/* Threads, shares of work, registers and scratch memory. */
+#include "kernels.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#include <pthread.h>
+#endif
+
+/* A forked child inherits torch's OpenMP pool without its threads: it must not wait for them. */
+static int forked = 0;
+
+int eq_abi(void) { return EQ_ABI; }
+
+#if defined(_OPENMP)
+static void in_child(void) { forked = 1; }
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, in_child); }
+#endif
+
+void eq_run(job work, const void *arguments, int threads) {
+    if (threads <= 1 || forked) {
+        work(arguments, 0, 1);
+        return;
+    }
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(threads)
+    work(arguments, omp_get_thread_num(), omp_get_num_threads());
+#else
+    work(arguments, 0, 1);
+#endif
+}
+
+void *eq_scratch(size_t bytes) {
+    const size_t rounded = (bytes + 127) / 64 * 64;
+    void *memory = aligned_alloc(64, rounded);
+    if (!memory) abort();
+    return memset(memory, 0, rounded);
+}
+
+int eq_accumulators(void) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    return __builtin_cpu_supports("avx512vl") ? 16 : 8; /* of 32 or 16 vector registers */
+#else
+    return 8;
+#endif
+}
+
+/* First row of part `part` when rows are split so that every part has about as many taps. */
+int64_t eq_split_rows(const int32_t *start, int64_t blocks, int64_t rows, int part, int parts) {
+    if (part <= 0) return 0;
+    if (part >= parts) return rows;
+    const int64_t row_cost = 4; /* a store and a loop, in taps */
+    int64_t total = start[blocks * rows] - start[0] + rows * row_cost, seen = 0, row = 0;
+    for (; row < rows && seen * parts < total * part; row++) {
+        for (int64_t b = 0; b < blocks; b++) seen += start[b * rows + row + 1] - start[b * rows + row];
+        seen += row_cost;
+    }
+    return row;
+}

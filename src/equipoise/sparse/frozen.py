@@ -1,0 +1,142 @@
+"""Packed networks for inference: `freeze` turns a packed model into programs of kernel steps."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Node
+
+from equipoise.sparse import functional, kernels
+from equipoise.sparse.kernels import LANES, Map, byref
+from equipoise.sparse.layout import from_blocked, to_blocked
+from equipoise.sparse.modules import BlockedBatchNorm, PackedLayer
+from equipoise.sparse.program import Program
+
+FEW = 8  # images below which plane by plane beats side by side
+CHUNK = 2  # blocks of images that go through the whole network together, so that activations stay in cache
+BLOCKED = {functional.relu, functional.max_pool, functional.add, functional.avg_pool, functional.flatten}
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """The packed model for inference: weights as they are now, BatchNorm folded, no gradients.
+
+    A model that leaves the blocked layout halfway cannot be made one program; it comes back as a copy in eval mode.
+    """
+    if isinstance(model, Frozen):
+        return model
+    model = copy.deepcopy(model).eval().requires_grad_(False)
+    if not isinstance(model, fx.GraphModule) or not kernels.available():
+        return model
+    parts = _parts(model)
+    return model if parts is None else Frozen(model, *parts)
+
+
+def _parts(model: fx.GraphModule) -> tuple[list[Node], list[Node], list[Node]] | None:
+    """Nodes before, in and after the one blocked stretch; None where there is not exactly one."""
+    nodes = list(model.graph.nodes)
+    inside = [node for node in nodes if node.target is to_blocked or _is_blocked(node, model)]
+    ends = [node for node in nodes if node.target is from_blocked]
+    if (
+        [node.target for node in inside].count(to_blocked) != 1
+        or inside[0].target is not to_blocked
+        or len(ends) != 1
+    ):
+        return None
+    first, last = nodes.index(inside[0]), nodes.index(ends[0])
+    if nodes[first:last] != inside or ends[0].args[0] is not inside[-1]:
+        return None
+    norms = [m for m in model.modules() if isinstance(m, BlockedBatchNorm)]
+    if any(norm.running_mean is None for norm in norms):
+        return None
+    return nodes[:first], inside, nodes[last:]
+
+
+def _is_blocked(node: Node, model: nn.Module) -> bool:
+    if node.op != "call_module":
+        return node.target in BLOCKED
+    module = model.get_submodule(str(node.target))
+    inputs = [argument for argument in node.args if isinstance(argument, Node)]
+    packed = isinstance(module, BlockedBatchNorm) or (isinstance(module, PackedLayer) and not module.dense)
+    return packed and inputs[0].target is not from_blocked
+
+
+class Frozen(nn.Module):
+    """A packed model as programs, one per input shape and per layout, built when first needed."""
+
+    def __init__(self, model: fx.GraphModule, before: list[Node], inside: list[Node], after: list[Node]) -> None:
+        super().__init__()
+        self.model = model
+        self._before, self._inside, self._after = before, inside, after
+        self._programs: dict[tuple[int, ...], Program] = {}
+        self._lock = threading.Lock()  # programs own their buffers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return freeze, (self.model,)  # a copy builds its programs anew
+
+    @torch.no_grad()
+    def forward(self, *inputs: Tensor) -> Any:
+        values = dict(zip([n for n in self._before if n.op == "placeholder"], inputs, strict=True))
+        for node in self._before:
+            if node.op != "placeholder":
+                values[node] = _evaluate(node, values, self.model)
+        x = values[self._inside[0].args[0]]  # type: ignore[index]
+        with self._lock:
+            values[self._after[0]] = self._run(x)
+        for node in self._after[1:]:
+            values[node] = _evaluate(node, values, self.model)
+        return values[self._after[-1]]
+
+    def _run(self, x: Tensor) -> Tensor:
+        few = x.shape[0] < FEW
+        program = self._program(tuple(x.shape[1:]), few)
+        _, channels, height, width, _ = program.output.shape
+        out = x.new_empty(x.shape[0], *(channels, height, width)[: {4: 3, 3: 3, 2: 1}[program.dims]])
+        step = 1 if few else program.blocks * LANES
+        images = x.reshape(x.shape[0], *program.input.shape[1:4])
+        for first in range(0, x.shape[0], step):
+            self._load(program, images[first : first + step])
+            program.run()
+            self._store(program, out[first : first + step])
+        return out.squeeze(2) if program.dims == 3 else out
+
+    def _program(self, shape: tuple[int, ...], few: bool) -> Program:
+        key = (int(few), *shape)
+        if key not in self._programs:
+            self._programs[key] = Program(self._inside, self.model, shape, 1 if few else CHUNK, 1 if few else LANES)
+        return self._programs[key]
+
+    def _load(self, program: Program, x: Tensor) -> None:
+        if program.lanes == 1:
+            program.input[..., 0].copy_(x)
+        else:
+            plain = Map(x.data_ptr(), *x.shape, *x.stride())
+            kernels.library().eq_layout(byref(plain), byref(kernels.describe(program.input)), 1, kernels.threads())
+
+    def _store(self, program: Program, out: Tensor) -> None:
+        whole = out.view(out.shape[0], *program.output.shape[1:4])
+        if program.lanes == 1:
+            whole.copy_(program.output[..., 0])
+            return
+        plain = Map(whole.data_ptr(), *whole.shape, *whole.stride())
+        blocks = program.output[: -(-out.shape[0] // LANES)]
+        kernels.library().eq_layout(byref(plain), byref(kernels.describe(blocks)), 0, kernels.threads())
+
+
+def _evaluate(node: Node, values: dict[Node, Any], model: nn.Module) -> Any:
+    """A plain node of the graph, by torch."""
+    args = fx.node.map_arg(node.args, values.__getitem__)
+    kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
+    if node.op == "output":
+        return args[0]
+    if node.op == "get_attr":
+        owner, _, name = str(node.target).rpartition(".")
+        return getattr(model.get_submodule(owner), name)
+    if node.op == "call_module":
+        return model.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -1,0 +1,248 @@
+"""Layers whose parameter is the vector of their active values, and BatchNorm for blocked activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from equipoise.errors import UserError
+from equipoise.sparse import functional, kernels
+from equipoise.sparse.arena import NO_BORDER, Border
+from equipoise.sparse.layout import Blocked, from_blocked, to_blocked
+from equipoise.sparse.pattern import ConvShape, Pattern
+
+# When does torch's dense convolution win? A weight costs the sparse kernel more time than the dense one, and
+# dense means leaving the blocked layout and coming back: so much per channel, in dense weights' time.
+SPARSE_WEIGHT = 1.45
+CONVERTED_CHANNEL = 80
+
+
+class PackedLayer(nn.Module):
+    """A layer that stores `values`, its active weights in flat order, beside their flat indices `index`.
+
+    Gradients, momentum and every copy of the parameter then have the size of the active weights. The layer
+    takes a plain tensor or a `Blocked` activation and returns the same kind. Where the kernels are missing or
+    `dense` is set it computes with the dense weight instead; what it stores stays the same.
+    """
+
+    values: nn.Parameter
+    index: Tensor
+    bias: nn.Parameter | None
+    dims: ClassVar[int]
+
+    def __init__(self, shape: ConvShape, weight: Tensor, bias: Tensor | None, mask: Tensor) -> None:
+        super().__init__()
+        if mask.shape != weight.shape or mask.dtype != torch.bool:
+            raise UserError(
+                f"the mask must be boolean of shape {tuple(weight.shape)}, not {tuple(mask.shape)} of {mask.dtype}"
+            )
+        if weight.dtype != torch.float32 or weight.device.type != "cpu":
+            raise UserError(
+                f"packed layers are float32 on cpu, not {weight.dtype} on {weight.device}; use masked storage there"
+            )
+        if weight.numel() >= 2**31:
+            raise UserError(f"a weight of {weight.numel()} elements is too large to pack; the limit is 2^31")
+        self.shape, self.weight_shape = shape, tuple(weight.shape)
+        index = mask.flatten().nonzero().flatten()
+        self.values = nn.Parameter(weight.detach().flatten()[index].clone())
+        self.register_buffer("index", index.to(torch.int32))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+        self.dense = _dense_is_faster(shape, index.numel())
+        self._pattern: Pattern | None = None
+        self._pattern_of: tuple[int, int] | None = None
+
+    @property
+    def density(self) -> float:
+        return self.values.numel() / max(1, math.prod(self.weight_shape))
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, differentiable in `values`."""
+        flat = self.values.new_zeros(math.prod(self.weight_shape))
+        return flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
+
+    @property
+    def mask(self) -> Tensor:
+        flat = torch.zeros(math.prod(self.weight_shape), dtype=torch.bool)
+        return flat.index_fill_(0, self.index.long(), True).view(self.weight_shape)
+
+    @property
+    def pattern(self) -> Pattern:
+        """The sorted indices; built again when `index` has changed."""
+        version = (self.index.data_ptr(), self.index._version)
+        if self._pattern is None or self._pattern_of != version:
+            self._pattern, self._pattern_of = Pattern(self.shape, self.index), version
+        return self._pattern
+
+    @torch.no_grad()
+    def rewire(self, index: Tensor, values: Tensor) -> None:
+        """Another set of active weights: ascending flat indices and their values, in place."""
+        if index.shape != values.shape or index.dim() != 1:
+            raise UserError(
+                f"index {tuple(index.shape)} and values {tuple(values.shape)} must be vectors of one length"
+            )
+        if index.numel() and not bool(
+            (index[1:] > index[:-1]).all() and index[0] >= 0 and index[-1] < math.prod(self.weight_shape)
+        ):
+            raise UserError("index must be ascending flat positions within the weight")
+        if index.numel() == self.index.numel():
+            self.index.copy_(index)
+            self.values.copy_(values)
+        else:
+            self.index = index.to(torch.int32).clone()
+            self.values.data = values.detach().to(torch.float32).clone()
+            self.values.grad = None
+
+    def how(self) -> str:
+        """In words, how the layer runs."""
+        if not kernels.available():
+            return f"dense: {kernels.reason()}"
+        return "dense: too many active weights for the sparse kernel to win" if self.dense else "sparse"
+
+    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER, relu: bool = False) -> Tensor | Blocked:
+        if self.dense or not kernels.available():
+            return self._run_dense(x, border, relu)
+        if isinstance(x, Blocked):
+            return self._run_blocked(x, border, relu)
+        self._check(x)
+        return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER, relu))
+
+    def _run_blocked(self, x: Blocked, border: Border, relu: bool) -> Blocked:
+        return functional.conv(x, self.values, self.bias, self.pattern, border, relu)
+
+    def _run_dense(self, x: Tensor | Blocked, border: Border, relu: bool) -> Tensor | Blocked:
+        out = self.dense_forward(from_blocked(x) if isinstance(x, Blocked) else x)
+        out = out.relu() if relu else out
+        return to_blocked(out, border) if isinstance(x, Blocked) else out
+
+    def dense_forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() != self.dims:
+            raise UserError(f"{type(self).__name__} takes a batch of {self.dims} dimensions, not {tuple(x.shape)}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A checkpoint may hold another number of active weights."""
+        values, index = (state_dict.get(prefix + name) for name in ("values", "index"))
+        if values is not None and index is not None and values.shape == index.shape != self.index.shape:
+            self.index = torch.empty_like(index, dtype=torch.int32)
+            self.values.data = torch.empty_like(values, dtype=torch.float32)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pattern": None, "_pattern_of": None}
+
+    def extra_repr(self) -> str:
+        return f"{self.weight_shape}, density={self.density:.4g}, {self.how()}"
+
+
+class PackedConv2d(PackedLayer):
+    """Conv2d with any stride, zero padding, dilation and groups."""
+
+    dims = 4
+
+    def dense_forward(self, x: Tensor) -> Tensor:
+        s = self.shape
+        return F.conv2d(x, self.weight, self.bias, s.stride, s.padding, s.dilation, s.groups)
+
+
+class PackedConv1d(PackedLayer):
+    """Conv1d, as a convolution of maps one row high."""
+
+    dims = 3
+
+    def dense_forward(self, x: Tensor) -> Tensor:
+        s = self.shape
+        return F.conv1d(x, self.weight, self.bias, s.stride[1:], s.padding[1:], s.dilation[1:], s.groups)
+
+
+class PackedLinear(PackedLayer):
+    """Linear; leading dimensions beyond one are folded into the batch."""
+
+    dims = 2
+
+    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER, relu: bool = False) -> Tensor | Blocked:
+        if isinstance(x, Blocked):
+            if x.dims == 2:
+                return super().forward(x, NO_BORDER, relu)
+            return to_blocked(cast(Tensor, self.forward(from_blocked(x), relu=relu)), border)
+        out = cast(Tensor, super().forward(x.reshape(-1, x.shape[-1]), relu=relu))
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def dense_forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def _dense_is_faster(shape: ConvShape, active: int) -> bool:
+    channels = shape.in_channels * math.prod(shape.stride) + shape.out_channels
+    return active * SPARSE_WEIGHT > shape.weight_numel + channels * CONVERTED_CHANNEL
+
+
+def packed(layer: nn.Module, mask: Tensor) -> PackedLayer | None:
+    """The packed form of a Linear, Conv1d or Conv2d; None where the kernels and their fallback do not cover it."""
+    if type(layer) is nn.Linear:
+        return PackedLinear(ConvShape(layer.out_features, layer.in_features), layer.weight, layer.bias, mask)
+    if type(layer) not in (nn.Conv1d, nn.Conv2d):
+        return None
+    layer = cast(nn.Conv2d, layer)
+    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        return None
+    lead = (0, 0, 1) if isinstance(layer, nn.Conv1d) else ()
+    kernel, stride, dilation = (_pair(v, lead[2:]) for v in (layer.kernel_size, layer.stride, layer.dilation))
+    padding = _pair(layer.padding, lead[:1])
+    shape = ConvShape(layer.out_channels, layer.in_channels, kernel, stride, padding, dilation, layer.groups)
+    kind = PackedConv1d if isinstance(layer, nn.Conv1d) else PackedConv2d
+    return kind(shape, layer.weight, layer.bias, mask)
+
+
+def _pair(value: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:
+    rows, columns = (*lead, *value)
+    return rows, columns
+
+
+class BlockedBatchNorm(_BatchNorm):
+    """BatchNorm on blocked activations, with the residual, ReLU and max-pool after it in the same pass.
+
+    Parameters, buffers and their names are those of torch's BatchNorm, and so are the results.
+    """
+
+    @classmethod
+    def from_torch(cls, norm: _BatchNorm) -> BlockedBatchNorm:
+        """Shares parameters and buffers with `norm`."""
+        new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        new._parameters, new._buffers = norm._parameters, norm._buffers
+        return new.train(norm.training)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor | Blocked,
+        residual: Blocked | None = None,
+        relu: bool = False,
+        pool: bool = False,
+        border: Border = NO_BORDER,
+    ) -> Tensor | Blocked:
+        if isinstance(x, Tensor):
+            return super().forward(x)
+        by_batch = self.training or self.running_mean is None
+        how = functional.Fused(
+            functional.BATCH if by_batch else functional.FIXED, relu, pool, self.eps, self._momentum(), border
+        )
+        running = None if self.running_mean is None else (self.running_mean, cast(Tensor, self.running_var))
+        return functional.fused(x, how, self.weight, self.bias, running, residual)
+
+    def _momentum(self) -> float:
+        """The factor of the running average for this batch; counts the batch."""
+        if not self.training or self.num_batches_tracked is None:
+            return 0.0
+        self.num_batches_tracked.add_(1)
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        pass

@@ -1,0 +1,108 @@
+"""Packing a model: its sparse layers store active values only and run in the blocked layout where they can."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from equipoise.errors import UserError
+from equipoise.sparse import kernels
+from equipoise.sparse.graph import blocked_graph
+from equipoise.sparse.modules import PackedLayer, packed
+
+
+class _Tracer(fx.Tracer):
+    """Packed layers and norms are leaves, like torch's own layers."""
+
+    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
+        return isinstance(module, (PackedLayer, _BatchNorm)) or super().is_leaf_module(module, qualified_name)
+
+
+def pack(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of `model` whose masked layers hold only their active weights; the same function.
+
+    `masks` maps parameter names ("features.0.weight") to boolean tensors. A model that torch.fx can trace keeps
+    its activations in the blocked layout from layer to layer; any other runs with conversions around each
+    packed layer. `unpack` is the way back.
+    """
+    model = copy.deepcopy(model)
+    for name, mask in masks.items():
+        _pack_layer(model, name, mask)
+    if not kernels.available() or not any(_sparse(module) for module in model.modules()):
+        return model
+    try:
+        graph = _Tracer().trace(model)
+    except Exception:  # whatever a forward may raise on symbolic values: such a model is not traceable
+        return model
+    return _graph_module(model, blocked_graph(graph, model))
+
+
+def unpack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state_dict of the model that was packed, with its usual keys, and the masks."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLayer)}
+    state: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
+    for key, tensor in model.state_dict().items():
+        owner, _, leaf = key.rpartition(".")
+        if owner not in layers or leaf == "bias":
+            state[key] = tensor
+        elif leaf == "values":
+            name = f"{owner}.weight" if owner else "weight"
+            state[name] = layers[owner].weight.detach()
+            masks[name] = layers[owner].mask
+    return state, masks
+
+
+def describe(model: nn.Module) -> dict[str, str]:
+    """How each packed layer runs, by name."""
+    return {name: layer.how() for name, layer in model.named_modules() if isinstance(layer, PackedLayer)}
+
+
+def _sparse(module: nn.Module) -> bool:
+    return isinstance(module, PackedLayer) and not module.dense
+
+
+def _pack_layer(model: nn.Module, name: str, mask: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    parent_path, _, attribute = path.rpartition(".")
+    try:
+        layer = model.get_submodule(path)
+    except AttributeError:
+        raise UserError(f'the model has no layer for the mask "{name}"') from None
+    replacement = packed(layer, mask) if leaf == "weight" else None
+    if replacement is None:
+        raise UserError(
+            f'cannot pack "{name}": packed are the weights of Linear, Conv1d and Conv2d with zero padding'
+        )
+    if not path:
+        raise UserError("a single layer cannot be packed in place; wrap it in nn.Sequential")
+    setattr(model.get_submodule(parent_path), attribute, replacement.train(layer.training))
+
+
+def _graph_module(model: nn.Module, graph: fx.Graph) -> nn.Module:
+    """The traced model, with whatever state its forward does not touch kept under its name."""
+    traced = fx.GraphModule(model, graph, class_name=type(model).__name__)
+    have = dict(traced.named_modules())
+    for name, module in model.named_modules():
+        if name and name not in have and any(True for _ in module.state_dict()):
+            traced.add_submodule(name, module)
+    for name, module in traced.named_modules():
+        module._non_persistent_buffers_set = model.get_submodule(name)._non_persistent_buffers_set
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            owner, _, leaf = name.rpartition(".")
+            target = traced.get_submodule(owner)
+            if not hasattr(target, leaf):
+                _register(target, kind, leaf, tensor)
+    return traced.train(model.training)
+
+
+def _register(module: nn.Module, kind: str, name: str, tensor: Any) -> None:
+    if kind == "parameter":
+        module.register_parameter(name, tensor)
+    else:
+        module.register_buffer(name, tensor)
