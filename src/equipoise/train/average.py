@@ -1,0 +1,63 @@
+"""A running average of the weights that keeps to the current topology."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.errors import UserError
+from equipoise.topology import Topology
+
+
+class Average:
+    """Exponential moving average of all parameters, θ̄ ← d·θ̄ + (1-d)·θ.
+
+    The decay starts low and rises to `decay` ((1+t)/(10+t) until then), so that the random initial weights do not
+    linger. When the topology changes, the average is projected on it: what was dropped is zero at once.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.995) -> None:
+        if not 0 < decay < 1:
+            raise UserError(f"average={decay}: the decay of the weight average is in (0, 1), such as 0.995")
+        self.decay = decay
+        self.steps = 0
+        self.parameters = dict(model.named_parameters())
+        self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    @property
+    def next_decay(self) -> float:
+        """d of the coming update."""
+        return min(self.decay, (2 + self.steps) / (11 + self.steps))
+
+    @torch.no_grad()
+    def update(self, topology: Topology | None = None) -> None:
+        """Take the weights of now into the average."""
+        torch._foreach_lerp_(list(self.values.values()), list(self.parameters.values()), 1 - self.next_decay)
+        self.steps += 1
+        if topology is not None:
+            topology.project(self.values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "values": self.values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+        for name, value in self.values.items():
+            value.copy_(state["values"][name])
+
+
+@contextmanager
+def weights_of(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Run the model with other weights; its own come back afterwards, untouched."""
+    own = {name: p.data for name, p in model.named_parameters()}
+    try:
+        for name, p in model.named_parameters():
+            p.data = values[name]
+        yield
+    finally:
+        for name, p in model.named_parameters():
+            p.data = own[name]

@@ -1,0 +1,170 @@
+"""Checkpoints: one safetensors file each, written whole or not at all, checked before it is believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from equipoise.errors import UserError
+
+VERSION = 1
+
+
+class DamagedCheckpoint(UserError):
+    """The file is truncated, altered or not a checkpoint."""
+
+
+def save(path: Path, state: Mapping[str, Any]) -> None:
+    """Write nested dicts, lists and tuples of tensors and plain values.
+
+    The file appears under its name only when it is complete and on the disk: temporary file, flush, rename.
+    """
+    tensors: dict[str, Tensor] = {}
+    header = {"version": str(VERSION), "structure": json.dumps(_strip(state, "", tensors))}
+    header["digest"] = _digest(header, tensors)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, temporary, metadata=header)
+        flush(temporary)
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"could not write the checkpoint {path}: {error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    flush(path.parent)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read what `save` wrote. No code is executed; a damaged file is refused."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise UserError(f"there is no checkpoint {path}") from None
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged or not a checkpoint: {error}") from None
+    if not {"version", "structure", "digest"} <= set(header):
+        raise DamagedCheckpoint(f"{path} is not a checkpoint of equipoise")
+    if header["digest"] != _digest(header, tensors):
+        raise DamagedCheckpoint(f"{path} is damaged: its checksum does not match")
+    if header["version"] != str(VERSION):
+        raise UserError(f"{path} is a checkpoint of version {header['version']}; this equipoise reads {VERSION}")
+    try:
+        state: dict[str, Any] = _restore(json.loads(header["structure"]), tensors)
+    except (LookupError, ValueError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is not a checkpoint of equipoise: {error!r}") from None
+    return state
+
+
+def flush(path: Path) -> None:
+    """Wait until a file or a folder's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """JSON with each tensor replaced by its name; containers are tagged so that keys and types come back."""
+    match value:
+        case Tensor():
+            name = path
+            while name in tensors:  # "a/b" in one dict, "b" within "a" in another
+                name += "'"
+            # a copy: tied weights share memory, which the format does not allow
+            tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            return {"tensor": name}
+        case None | bool() | int() | float() | str():
+            return value
+        case Mapping() if all(isinstance(key, str | int) for key in value):
+            return {"dict": [[key, _strip(item, f"{path}/{key}", tensors)] for key, item in value.items()]}
+        case list() | tuple():
+            items = [_strip(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+            return {"list" if isinstance(value, list) else "tuple": items}
+    raise TypeError(f"a checkpoint cannot hold {type(value).__name__} at {path or '/'}")
+
+
+def _restore(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    match value:
+        case {"tensor": str(path)}:
+            return tensors[path]
+        case {"dict": list(pairs)}:
+            return {key: _restore(item, tensors) for key, item in pairs}
+        case {"list": list(items)}:
+            return [_restore(item, tensors) for item in items]
+        case {"tuple": list(items)}:
+            return tuple(_restore(item, tensors) for item in items)
+    return value
+
+
+def _digest(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """A checksum over everything that is read: version, structure, and the tensors' names, types, shapes, bytes."""
+    digest = hashlib.blake2b(f"{header['version']} {header['structure']}".encode(), digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class Store:
+    """The checkpoints of one run: the last `keep`, and the best.
+
+    A file that is newer than the one being saved is of a future that is being done again (its damage was why), and
+    what a killed process left half-written is of no use: both are cleared away.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
+        path = self.folder / f"step-{step:09d}.safetensors"
+        save(path, state)
+        if best:
+            self._link_best(path)
+        paths = self.paths()
+        at = paths.index(path)
+        for stale in (*paths[:at], *paths[at + self.keep :], *self.folder.glob(".*.tmp")):
+            stale.unlink(missing_ok=True)
+
+    def _link_best(self, path: Path) -> None:
+        """A hard link: the best checkpoint costs no second writing, and the rename keeps it whole."""
+        temporary = self.folder / ".best.tmp"
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(path, temporary)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, temporary)
+            flush(temporary)
+        os.replace(temporary, self.folder / "best.safetensors")
+        flush(self.folder)
+
+    def paths(self) -> list[Path]:
+        """Newest first."""
+        return sorted(self.folder.glob("step-*.safetensors"), reverse=True)
+
+    def newest(self) -> dict[str, Any] | None:
+        """The newest checkpoint that is sound; damaged ones are passed over with a warning."""
+        paths = self.paths()
+        for i, path in enumerate(paths, 1):
+            try:
+                return load(path)
+            except DamagedCheckpoint as error:
+                instead = "using the one before it" if i < len(paths) else "there is none before it"
+                warnings.warn(f"{error}; {instead}", stacklevel=2)
+        return None

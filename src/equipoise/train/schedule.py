@@ -1,0 +1,85 @@
+"""Learning rate schedules as pure functions of the step: nothing to save, nothing to resume."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from equipoise.catalogue import Catalogue
+from equipoise.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """warmup: epochs over which the factor rises linearly to its first value."""
+
+    warmup: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise UserError(f"warmup={self.warmup}: epochs, not negative")
+
+    def factor(self, step: int, epochs: int, steps_per_epoch: int) -> float:
+        """What the initial learning rate is multiplied with at a step (from 0)."""
+        epoch = step / steps_per_epoch
+        rise = min(1.0, (step + 1) / (self.warmup * steps_per_epoch)) if self.warmup else 1.0
+        return rise * self.shape(epoch, epochs)
+
+    def shape(self, epoch: float, epochs: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(Schedule):
+    """The same learning rate throughout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piecewise(Schedule):
+    """Falls to the given factors at the milestones.
+
+    milestones: shares of training where below 1, epochs otherwise. factors: of the initial learning rate, one per
+    milestone. Default: x0.1 at 50 % and x0.01 at 75 % (ITOP).
+    """
+
+    milestones: tuple[float, ...] = (0.5, 0.75)
+    factors: tuple[float, ...] = (0.1, 0.01)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.milestones) != len(self.factors):
+            raise UserError(f"{len(self.milestones)} milestones and {len(self.factors)} factors: as many of each")
+        if list(self.milestones) != sorted(self.milestones):
+            raise UserError(f"milestones={list(self.milestones)}: in rising order")
+        if any(number < 0 for number in (*self.milestones, *self.factors)):
+            raise UserError("milestones and factors are not negative")
+
+    def shape(self, epoch: float, epochs: int) -> float:
+        current = 1.0
+        for milestone, factor in zip(self.milestones, self.factors, strict=True):
+            # the small number: 0.55 * 100 is a little more than 55
+            if epoch >= (milestone * epochs * (1 - 1e-12) if milestone < 1 else milestone):
+                current = factor
+        return current
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Schedule):
+    """Falls by half a cosine to `end` of the initial learning rate (default 0)."""
+
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.end < 0:
+            raise UserError(f"end={self.end}: a factor of the learning rate, not negative")
+
+    def shape(self, epoch: float, epochs: int) -> float:
+        start = min(self.warmup, epochs)
+        progress = min(max((epoch - start) / max(epochs - start, 1e-9), 0.0), 1.0)
+        return self.end + (1 - self.end) * (1 + math.cos(math.pi * progress)) / 2
+
+
+SCHEDULES: Catalogue[type[Schedule]] = Catalogue(
+    "schedule", {"constant": Constant, "piecewise": Piecewise, "cosine": Cosine}
+)
