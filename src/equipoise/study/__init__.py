@@ -1,0 +1,1 @@
+"""Recipes, comparisons of arms, tables, figures and the report."""

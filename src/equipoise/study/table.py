@@ -1,0 +1,53 @@
+"""Runs as tables in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+WAYS = {"plain": "plain", "reestimated": "fresh BN", "averaged": "averaged"}  # and their columns
+
+
+def epochs_table(metrics: list[dict[str, Any]], title: str) -> Table:
+    """One row per epoch of a run."""
+    corrected = any(line.get("correction") for line in metrics)
+    columns = ["epoch", "lr", "loss", *WAYS.values(), "density", "explored", "images/s"]
+    columns += ["c", "weight", "variance"] if corrected else []
+    rows = [_epoch_row(line, corrected) for line in metrics]
+    split = metrics[-1]["split"] if metrics else "test"
+    return make_table(columns, rows, f"{title} ({split} accuracy)")
+
+
+def _epoch_row(line: Mapping[str, Any], corrected: bool) -> list[str]:
+    scores = line["scores"]
+    row = [str(line["epoch"]), f"{line['learning_rate']:.3g}", number(line["train_loss"])]
+    row += [percent(scores[way]["accuracy"]) if way in scores else "" for way in WAYS]
+    row += [percent(line["density"]), percent(line["exploration"]), f"{line['images_per_second']:.0f}"]
+    if corrected:
+        found = line["correction"]
+        row += [number(found.get(key)) for key in ("c", "weight", "variance_left")]
+    return row
+
+
+def make_table(columns: Iterable[str], rows: Iterable[list[str]], title: str = "") -> Table:
+    """A table that is never cut short: a console that is too narrow for it wraps its lines."""
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
+    cells = [list(columns), *rows]
+    for i, column in enumerate(zip(*cells, strict=True)):
+        justify: Literal["left", "right"] = "left" if i == 0 else "right"
+        table.add_column(Text(column[0]), justify=justify, no_wrap=True, min_width=max(map(cell_len, column)))
+    for row in cells[1:]:
+        table.add_row(*map(Text, row))  # as they are: a name such as "[b]" is no markup
+    return table
+
+
+def percent(share: float, digits: int = 2) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def number(value: float | None) -> str:
+    return "" if value is None or value != value else f"{value:.3f}"
