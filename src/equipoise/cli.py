@@ -1,0 +1,237 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from equipoise.errors import UserError
+
+app = typer.Typer(
+    help="Train neural networks that are sparse from the first step to the last.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)  # names and paths as they are
+# Typer brings click along under a name of its own in newer versions; the base of its errors is the same.
+CommandError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key=value, such as topology.sparsity=0.95, or a recipe to lay over.")
+]
+Out = Annotated[Path | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")]
+RunArgument = Annotated[Path, typer.Argument(help="Folder of a run.")]
+Profile = Annotated[
+    bool, typer.Option("--profile", help="Write a trace of some steps to profile.json in the folder.")
+]
+Board = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events into the run folder.")]
+
+
+@app.command()
+def demo(out: Out = None, epochs: Annotated[int, typer.Option(min=1, help="Epochs per arm.")] = 10) -> None:
+    """Dense, static, SET, RigL and AGENT at 95 % on the embedded digits: a table and a picture."""
+    from equipoise.study.demo import run_demo
+
+    run_demo(_new_folder(out, "demo"), console, epochs)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe by name (see `equipoise list`) or a YAML file.")],
+    overrides: Overrides = None,
+    out: Out = None,
+    tensorboard: Board = False,
+    profile: Profile = False,
+) -> None:
+    """Train a recipe; the run folder gets metrics, checkpoints and the result."""
+    from equipoise.train.folder import RunFolder
+    from equipoise.train.loop import Trainer
+    from equipoise.train.profile import Profiler
+    from equipoise.train.recipe import apply_overrides, make_recipe, read_recipe
+    from equipoise.train.watch import Both
+
+    overlays = [word for word in overrides or [] if "=" not in word]
+    raw = apply_overrides(read_recipe(recipe, *overlays), [word for word in overrides or [] if "=" in word])
+    made = make_recipe(raw)
+    path = _new_folder(out, f"{Path(recipe).stem}-seed{made.seed}")
+    trainer = Trainer(made)
+    _watch(trainer, path, tensorboard)
+    if profile:
+        trainer.watcher = Both(trainer.watcher, Profiler(path / "profile.json"))
+    # the last thing that can fail, so that wrong input leaves nothing behind
+    trainer.folder = RunFolder.create(path, trainer.raw, made.checkpoint.keep)
+    _run(trainer, path)
+
+
+@app.command()
+def resume(run: RunArgument, tensorboard: Board = False) -> None:
+    """Go on with a run that was interrupted, from its newest sound checkpoint."""
+    from equipoise.train.folder import RunFolder
+    from equipoise.train.loop import resume as resume_run
+    from equipoise.train.recipe import make_recipe
+
+    folder = RunFolder.open(run)
+    recipe = make_recipe(folder.recipe())
+    folder.store.keep = recipe.checkpoint.keep
+    trainer = resume_run(folder, recipe)
+    if trainer.epoch >= recipe.epochs and folder.has_result:
+        console.print(f"{run} is finished: {trainer.epoch} epochs")
+        return
+    _watch(trainer, run, tensorboard)
+    _run(trainer, run)
+
+
+@app.command("eval")
+def evaluate(
+    run: RunArgument,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint instead of the newest.")] = False,
+    attack: Annotated[
+        str | None, typer.Option(help="Also robust accuracy: pgd50x10, ... (see `equipoise list attacks`).")
+    ] = None,
+    eps: Annotated[float | None, typer.Option(min=0.0, help="Radius of the attack; its own by default.")] = None,
+    images: Annotated[int, typer.Option(min=0, help="Attack only so many images; 0 is all.")] = 0,
+) -> None:
+    """Score a run's checkpoint: plain, with BatchNorm re-estimated, and with averaged weights."""
+    from equipoise.study.robust import robust_table
+    from equipoise.study.table import make_table, percent
+
+    if attack is None and (eps is not None or images):
+        raise UserError("--eps and --images are about an attack: name one with --attack, such as pgd50x10")
+    trainer = _open(run, best)
+    if split not in trainer.parts.loaders:
+        raise UserError(f'no split is called "{split}"; there is {", ".join(trainer.parts.loaders)}')
+    title = f"{run}, epoch {trainer.epoch}, {split}"
+    if attack is not None:
+        console.print(robust_table(trainer, split, attack, eps, images, title, console))
+        return
+    rows = [[way, percent(s.accuracy), f"{s.loss:.4f}", str(s.images)] for way, s in trainer.evaluate(split).items()]
+    console.print(make_table(["", "accuracy", "loss", "images"], rows, title))
+
+
+@app.command("list")
+def list_(
+    kind: Annotated[str | None, typer.Argument(help="Only one kind: recipes, models, data, ...")] = None,
+) -> None:
+    """What can be chosen: recipes, topologies, corrections, objectives, models, data, attacks and more."""
+    from equipoise.study.listing import all_kinds, lines_of
+
+    kinds = all_kinds()
+    for name in kinds if kind is None else [kind]:
+        entries = kinds[name]
+        console.print(name, style="bold")
+        for line in lines_of(name, entries):
+            console.print(line)
+
+
+@app.command()
+def show(run: RunArgument) -> None:
+    """Print a run's table and draw its curves to curves.png in its folder."""
+    from equipoise.study.figure import draw_run
+    from equipoise.study.table import epochs_table
+    from equipoise.train.folder import RunFolder
+
+    folder = RunFolder.open(run)
+    metrics = folder.metrics()
+    if not metrics:
+        console.print(f"{run} has no finished epoch yet")
+        return
+    try:
+        console.print(epochs_table(metrics, str(run)))
+        draw_run(metrics, run / "curves.png", str(run))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder.metrics_file} is not as equipoise writes it: {error!r}") from None
+    console.print(f"curves: {run / 'curves.png'}")
+
+
+def _watch(trainer: Any, path: Path, tensorboard: bool) -> None:
+    """Say what the correction will cost, and set up who looks on."""
+    from equipoise.train.watch import Both, TensorBoard, Terminal, Watcher
+
+    watcher: Watcher = Terminal(console, path.name)
+    trainer.watcher = Both(watcher, TensorBoard(path / "tensorboard")) if tensorboard else watcher
+    if trainer.recipe.correction.corrects:
+        plan = trainer.parts.correction.plan(len(trainer.parts.train))
+        plan.check(trainer.parts.device)
+        console.print(f"correction: {plan}")
+
+
+def _run(trainer: Any, path: Path) -> None:
+    from equipoise.study.table import percent
+
+    result = trainer.run()
+    scores = "  ".join(f"{way} {percent(s['accuracy'])}" for way, s in result["test"].items())
+    console.print(f"test: {scores}   {path}")
+
+
+def _open(run: Path, best: bool = False) -> Any:
+    """A trainer standing at the run's newest sound checkpoint, or its best. Nothing in the folder changes."""
+    from equipoise.train import checkpoint
+    from equipoise.train.folder import RunFolder
+    from equipoise.train.loop import Trainer
+    from equipoise.train.recipe import make_recipe
+
+    folder = RunFolder.open(run)
+    trainer = Trainer(make_recipe(folder.recipe()), folder)
+    state = checkpoint.load(run / "checkpoints" / "best.safetensors") if best else folder.store.newest()
+    if state is None:
+        raise UserError(f"{run} has no sound checkpoint yet")
+    trainer.load_state_dict(state)
+    return trainer
+
+
+def _new_folder(out: Path | None, name: str) -> Path:
+    """The folder asked for, which must not be in use, or the next free one under runs/."""
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} exists and is not empty; name another folder with --out")
+        return out
+    path, count = Path("runs") / name, 1
+    while path.exists():
+        count += 1
+        path = Path("runs") / f"{name}-{count}"
+    return path
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line: wrong input is one line and exit status 2, never a traceback."""
+    warnings.showwarning = _show_warning
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal cannot show
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        status = app(args=words or ["--help"], prog_name="equipoise", standalone_mode=False)
+    except UserError as error:
+        _fail(str(error))
+    except CommandError as error:
+        _fail(error.format_message() if hasattr(error, "format_message") else str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+    except OSError as error:  # a full disk, a folder that may not be read
+        _fail(str(error))
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str) -> None:
+    line = " ".join(message.split())
+    print(f"equipoise: {line}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"equipoise: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
