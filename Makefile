@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export MPLBACKEND := Agg
 
-.PHONY: demo test test-all test-gpu test-faults lint types format bench clean
+.PHONY: demo test test-all test-gpu lint types format bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -39,6 +39,8 @@ bench: .venv/installed
 	$(BIN)/python bench/topology.py
 	$(BIN)/python bench/correction.py
 	$(BIN)/python bench/attack.py
+	$(BIN)/python bench/robust.py
+	$(BIN)/python bench/cpu.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info
