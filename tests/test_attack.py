@@ -158,6 +158,7 @@ def test_small_steps_move_16_bit_images() -> None:
     """2.5·ε/50 is less than half the spacing of bfloat16 pixels near 1: rounded every step, none would move."""
     x = torch.full((1, 64), 0.9, dtype=torch.bfloat16)
     model = nn.Linear(64, 2).bfloat16()
+    model.weight.data[0], model.weight.data[1] = 0.1, -0.1  # no two are equal, or that pixel has no gradient
     example = PGD(step_size=2.5 * 8 / 255 / 50, steps=50, start="none").perturb(model, x, torch.tensor([0]))
     assert ((example - x).abs() > 0.02).all()
 

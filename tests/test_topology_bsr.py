@@ -140,10 +140,10 @@ def test_the_host_waits_as_often_for_many_layers_as_for_few() -> None:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
         topology = BSRNet(sparsity=0.9, distribution="uniform").attach(model, optimizer)
-        x = torch.randn(32, 64, device="cuda")
         found = []
         for _ in range(3):  # the first fills caches
-            model(x).square().mean().backward()
+            for parameter in model.parameters():
+                parameter.grad = 10 * torch.randn_like(parameter)  # so large that some weights cross their sign
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("warn")
             with warnings.catch_warnings(record=True) as caught:

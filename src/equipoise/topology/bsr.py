@@ -120,8 +120,16 @@ def _grow(layer: MaskedLayer, ranks: Tensor) -> None:
     """Make the `ranks`-th inactive places of a layer, from 0, active, each at 1e-12 with its own sign."""
     assert layer.memory is not None
     inactive = (~layer.mask()).reshape(-1).cumsum(0, dtype=torch.int32)
-    found = torch.searchsorted(inactive, ranks.to(inactive.device) + 1)
-    where: tuple[Tensor, ...] = torch.unravel_index(found, layer.parameter.shape)
+    where = _coordinates(torch.searchsorted(inactive, ranks.to(inactive.device) + 1), layer.parameter.shape)
     layer.parameter[where] = NEWBORN * layer.memory[where].to(layer.parameter.dtype)
     layer.places[where] = ACTIVE
     layer.active += len(ranks)
+
+
+def _coordinates(places: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """The indices of places by number, whatever the memory format; torch.unravel_index makes the host wait."""
+    found = []
+    for size in reversed(shape):
+        found.append(places % size)
+        places = places // size
+    return tuple(reversed(found))
