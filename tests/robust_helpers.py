@@ -61,7 +61,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
     monkeypatch.setattr("equipoise.data.loader.unit", lambda images: images.double().mul_(1 / 255))
 
     def trainer(*overrides: str) -> Trainer:
-        made = tiny_trainer(*overrides)
+        made = tiny_trainer("storage=masked", *overrides)
         made.parts.model.double()
         return made
 

@@ -190,9 +190,8 @@ def test_noise_is_that_of_the_paper_on_active_weights_only() -> None:
 
 
 def layers_of(*sizes_and_active: tuple[int, int]) -> list[MaskedLayer]:
-    generator = torch.Generator()
     return [
-        MaskedLayer("", nn.Parameter(torch.ones(size, 1)), active, active, generator)
+        MaskedLayer("", nn.Parameter(torch.ones(size, 1)), torch.arange(active), active)
         for size, active in sizes_and_active
     ]
 

@@ -19,7 +19,8 @@ def make(active: int, *shape: int, seed: int = 0, channels_last: bool = False) -
     values = torch.randn(shape, generator=generator)
     if channels_last:
         values = values.to(memory_format=torch.channels_last)
-    return MaskedLayer("layer.weight", nn.Parameter(values), active, active, generator)
+    first = torch.randperm(values.numel(), generator=generator)[:active]
+    return MaskedLayer("layer.weight", nn.Parameter(values), first, active)
 
 
 def places(indices: Tensor) -> set[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from equipoise.errors import UserError
-from equipoise.topology import ALGORITHMS, GMP, MEST, SET, SNFS, Dense, Dynamic, GraNet, RigL, Static
+from equipoise.topology import ALGORITHMS, GMP, MEST, SET, SNFS, Dynamic, GraNet, RigL, Static
 from topology_helpers import DYNAMIC, perceptron
 
 WRONG: Any = "wrong"
@@ -32,7 +32,6 @@ def test_every_algorithm_takes_the_itop_schedule(name: str) -> None:
     [
         (lambda: Static(sparsity=1.2), "sparsity=1.2"),
         (lambda: Static(sparsity=-0.1), "sparsity=-0.1"),
-        (lambda: Dense(sparsity=0.5), '"static"'),
         (lambda: RigL(drop_fraction=1.5), "drop_fraction=1.5"),
         (lambda: RigL(drop_end=-1), "drop_end=-1"),
         (lambda: RigL(every=0), "every=0"),

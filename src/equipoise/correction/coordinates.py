@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.topology import Topology
+from equipoise.topology.layer import Layer
 
 
 class Coordinates:
@@ -32,7 +33,7 @@ class Coordinates:
         self._layers = [layers.get(id(p)) for p in self.parameters]
         # int32 suffices for any layer and is what the indexing kernels accept at half the memory
         self.index = [
-            None if layer is None or layer.active == layer.size or every_place else _places(layer.mask())
+            None if layer is None or layer.active == layer.size or every_place else _places(layer)
             for layer in self._layers
         ]
         self._measure()
@@ -41,29 +42,36 @@ class Coordinates:
         self._used: set[int] = set()  # parameters that had a gradient in some batch
 
     def _measure(self) -> None:
-        self.sizes = [p.numel() if i is None else len(i) for p, i in zip(self.parameters, self.index, strict=True)]
+        self.sizes = [
+            len(index) if index is not None else parameter.numel() if layer is None else layer.size
+            for parameter, layer, index in zip(self.parameters, self._layers, self.index, strict=True)
+        ]
         self.size = sum(self.sizes)
+
+    def _have(self, i: int) -> Tensor | None:
+        """The places that a tensor shaped like the i-th parameter holds now; None: all. A snapshot has its own."""
+        layer = self._layers[i]
+        return None if layer is None else layer.index
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Tensors shaped like the parameters, at these coordinates; None is zero."""
         parts = []
-        for parameter, index, tensor, size in zip(self.parameters, self.index, tensors, self.sizes, strict=True):
+        for i, (parameter, tensor, size) in enumerate(zip(self.parameters, tensors, self.sizes, strict=True)):
             if tensor is None:
                 parts.append(torch.zeros(size, dtype=self.dtype, device=parameter.device))
             else:
                 flat = tensor.detach().reshape(-1)
-                parts.append((flat if index is None else flat.index_select(0, index)).to(self.dtype))
+                parts.append(_select(flat, self._have(i), self.index[i], size).to(self.dtype))
         return torch.cat(parts)
 
     def unpack(self, vector: Tensor) -> list[Tensor]:
         """The opposite of `pack`: tensors shaped like the parameters, zero at places without a coordinate."""
-        tensors = []
-        for parameter, index, part in zip(self.parameters, self.index, vector.split(self.sizes), strict=True):
-            if index is not None:
-                part = torch.zeros(parameter.numel(), dtype=part.dtype, device=part.device).index_add_(0, index, part)
-            tensors.append(part.view(parameter.shape))
-        return tensors
+        parts = vector.split(self.sizes)
+        return [
+            _select(part, self.index[i], self._have(i), parameter.numel()).view(parameter.shape)
+            for i, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True))
+        ]
 
     def spread(self, values: Tensor) -> Tensor:
         """One value per parameter, repeated at each of its coordinates."""
@@ -86,13 +94,11 @@ class Coordinates:
     @torch.no_grad()
     def add_to_gradients(self, vector: Tensor) -> None:
         """Add to `.grad`, also of a parameter that took part in other batches but not in this one."""
-        for i, (parameter, index, part) in enumerate(
-            zip(self.parameters, self.index, vector.split(self.sizes), strict=True)
-        ):
+        for i, (parameter, part) in enumerate(zip(self.parameters, vector.split(self.sizes), strict=True)):
             if parameter.grad is None and parameter.requires_grad and i in self._used:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None:
-                _add(parameter.grad, index, part.to(parameter.grad.dtype))
+                _add(parameter.grad, self._have(i), self.index[i], part.to(parameter.grad.dtype))
 
     def live(self) -> Tensor | None:
         """1 where a coordinate is active now, 0 where it is not; None where all are."""
@@ -100,7 +106,9 @@ class Coordinates:
             return None
         if self._live is None or self._live[0] != self.topology.updates:
             masks = [
-                torch.ones((), device=p.device).expand(p.shape) if layer is None else layer.mask()
+                torch.ones((), device=p.device).expand(p.shape)
+                if layer is None or layer.index is not None
+                else layer.mask()
                 for p, layer in zip(self.parameters, self._layers, strict=True)
             ]
             self._live = (self.topology.updates, self.pack(masks))
@@ -121,7 +129,8 @@ class Coordinates:
 
     def translate(self, older: Coordinates, vector: Tensor) -> Tensor:
         """A vector in older coordinates, in these; zero where it had none."""
-        return self.pack(older.unpack(vector)).to(vector.dtype)
+        parts = zip(vector.split(older.sizes), older.index, self.index, self.sizes, strict=True)
+        return torch.cat([_select(part, have, want, size) for part, have, want, size in parts])
 
     def state_dict(self) -> dict[str, Any]:
         return {"index": self.index, "made_at": self.made_at, "used": sorted(self._used)}
@@ -136,12 +145,31 @@ class Coordinates:
         self._measure()
 
 
-def _places(mask: Tensor) -> Tensor:
-    return mask.reshape(-1).nonzero().squeeze(1).to(torch.int32)
+def _places(layer: Layer) -> Tensor:
+    return (
+        layer.mask().reshape(-1).nonzero().squeeze(1).to(torch.int32) if layer.index is None else layer.index.clone()
+    )
 
 
-def _add(tensor: Tensor, index: Tensor | None, part: Tensor) -> None:
-    """Add a flat vector to a tensor, at all of its places or at those of the index."""
+def _select(flat: Tensor, have: Tensor | None, want: Tensor | None, size: int) -> Tensor:
+    """The values of a vector that is at the places `have`, at the `size` places `want`: zero where it has none.
+
+    None stands for all places in order; the others are ascending.
+    """
+    if have is None or len(have) == 0:
+        return flat.new_zeros(size) if have is not None else flat if want is None else flat.index_select(0, want)
+    if want is None:
+        return torch.zeros(size, dtype=flat.dtype, device=flat.device).index_add_(0, have, flat)
+    if torch.equal(have, want):
+        return flat
+    nearest = torch.searchsorted(have, want).clamp_(max=len(have) - 1)
+    return torch.where(have[nearest] == want, flat[nearest], 0)
+
+
+def _add(tensor: Tensor, have: Tensor | None, index: Tensor | None, part: Tensor) -> None:
+    """Add a flat vector at the places `index` to a tensor that holds the places `have`."""
+    if have is not None:
+        part, index = _select(part, index, have, len(have)), None
     if index is None:
         tensor.add_(part.view(tensor.shape))
     elif tensor.is_contiguous():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
+from equipoise.sparse.modules import PackedLayer, set_data
 from equipoise.topology.layers import unwrap
 
 
@@ -87,17 +88,28 @@ class Snapshot:
         live = self._live()
         if tensors and (differing := set(tensors) ^ set(live)):
             raise UserError(f'the snapshot is of another model: "{min(differing)}" is in one of them only')
+        sparse = self._packed()
         for name, value in tensors.items():
-            if value.shape != live[name].shape:
+            if value.shape != live[name].shape and name not in sparse:
                 was, now = tuple(value.shape), tuple(live[name].shape)
                 raise UserError(f'the snapshot is of another model: "{name}" has shape {was}, here {now}')
         # in the layout of the live tensors, which compiled passes rely on
-        self.tensors = {name: torch.empty_like(live[name]).copy_(value).detach() for name, value in tensors.items()}
+        self.tensors = {
+            name: torch.empty_like(live[name]).copy_(value).detach()
+            if value.shape == live[name].shape
+            else value.to(live[name], copy=True)
+            for name, value in tensors.items()
+        }
+
+    def _packed(self) -> set[str]:
+        """The tensors whose length is the number of active weights, which may differ from then to now."""
+        layers = [name for name, module in self._model.named_modules() if isinstance(module, PackedLayer)]
+        return {f"{layer}.{leaf}" for layer in layers for leaf in ("values", "index")}
 
 
 def _exchange(live: dict[str, Tensor], values: dict[str, Tensor]) -> None:
     for name, tensor in live.items():
-        tensor.data = values[name]
+        set_data(tensor, values[name])
     # autocast would go on with the low-precision copies it made of the other weights
     torch.clear_autocast_cache()
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.grad import conv2d_weight
 
 from equipoise.errors import UserError
 from equipoise.sparse import arena, kernels
 from equipoise.sparse.arena import NO_BORDER, Border
 from equipoise.sparse.kernels import LANES, Map, Norm, byref
-from equipoise.sparse.layout import Blocked
+from equipoise.sparse.layout import Blocked, unblock
 from equipoise.sparse.pattern import ConvShape, Pattern
 
 IDENTITY, FIXED, BATCH = range(3)
+Watcher = Callable[[Tensor], None]
 
 
 def conv(
@@ -26,10 +29,15 @@ def conv(
     pattern: Pattern,
     border: Border = NO_BORDER,
     relu: bool = False,
+    watcher: Watcher | None = None,
 ) -> Blocked:
-    """Sparse convolution; `border` is what the next layer wants around the result. ReLU for inference only."""
+    """Sparse convolution; `border` is what the next layer wants around the result. ReLU for inference only.
+
+    watcher: is shown the gradient of all places of the weight in the backward pass.
+    """
     size = (x.data.shape[2], x.data.shape[3])
-    y = _Conv.apply(x.data, values, bias, pattern, border, relu, x.grad_border)
+    watch = None if watcher is None else (watcher, x.images)
+    y = _Conv.apply(x.data, values, bias, pattern, border, relu, x.grad_border, watch)
     return x.with_data(y, pattern.shape.grad_border(size))
 
 
@@ -88,6 +96,13 @@ def _weight_grad(x: Tensor, dy: Tensor, values: Tensor, pattern: Pattern, bias: 
     return dvalues, dbias
 
 
+def _dense_weight_grad(x: Tensor, dy: Tensor, images: int, shape: ConvShape) -> Tensor:
+    """The gradient of active and inactive places alike, by torch."""
+    size = (shape.out_channels, shape.in_channels // shape.groups, *shape.kernel)
+    plain, gradient = unblock(x, images), unblock(dy, images)
+    return conv2d_weight(plain, size, gradient, shape.stride, shape.padding, shape.dilation, shape.groups)
+
+
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -99,6 +114,7 @@ class _Conv(torch.autograd.Function):
         border: Border,
         relu: bool,
         grad_border: Border,
+        watch: tuple[Watcher, int] | None,
     ) -> Tensor:
         shape, taps = pattern.shape, pattern.forward
         if x.shape[1] != shape.in_channels:
@@ -117,7 +133,7 @@ class _Conv(torch.autograd.Function):
             kernels.threads(),
         )
         ctx.save_for_backward(x, values)
-        ctx.pattern, ctx.has_bias, ctx.grad_border = pattern, bias is not None, grad_border
+        ctx.pattern, ctx.has_bias, ctx.grad_border, ctx.watch = pattern, bias is not None, grad_border, watch
         return y
 
     @staticmethod
@@ -129,7 +145,10 @@ class _Conv(torch.autograd.Function):
             dx = _input_grad(dy, values, ctx.pattern, x.shape, ctx.grad_border)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             dvalues, dbias = _weight_grad(x, dy, values, ctx.pattern, ctx.has_bias)
-        return dx, dvalues, dbias, None, None, None, None
+            if ctx.watch is not None:
+                watcher, images = ctx.watch
+                watcher(_dense_weight_grad(x, dy, images, ctx.pattern.shape))
+        return dx, dvalues, dbias, None, None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def _block(x: Tensor, border: Border) -> Tensor:
     return out
 
 
-def _unblock(x: Tensor, images: int) -> Tensor:
+def unblock(x: Tensor, images: int) -> Tensor:
+    """The images of a blocked map, without a gradient."""
     x = arena.with_border(x, NO_BORDER)
     out = x.new_empty(images, *x.shape[1:4])
     kernels.library().eq_layout(byref(_plain_map(out)), byref(kernels.describe(x)), 0, kernels.threads())
@@ -80,14 +81,14 @@ class _ToBlocked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _unblock(grad, ctx.images), None
+        return unblock(grad, ctx.images), None
 
 
 class _FromBlocked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, images: int, grad_border: Border) -> Tensor:
         ctx.grad_border = grad_border
-        return _unblock(x, images)
+        return unblock(x, images)
 
     @staticmethod
     @once_differentiable

@@ -17,6 +17,8 @@ from equipoise.sparse.arena import NO_BORDER, Border
 from equipoise.sparse.layout import Blocked, from_blocked, to_blocked
 from equipoise.sparse.pattern import ConvShape, Pattern
 
+Watcher = functional.Watcher
+
 # When does torch's dense convolution win? A weight costs the sparse kernel more time than the dense one, and
 # dense means leaving the blocked layout and coming back: so much per channel, in dense weights' time.
 SPARSE_WEIGHT = 1.45
@@ -53,9 +55,10 @@ class PackedLayer(nn.Module):
         self.values = nn.Parameter(weight.detach().flatten()[index].clone())
         self.register_buffer("index", index.to(torch.int32))
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
-        self.dense = _dense_is_faster(shape, index.numel())
-        self._pattern: Pattern | None = None
-        self._pattern_of: tuple[int, int] | None = None
+        self.final: int | None = None  # active weights that a topology will end with
+        self.memory: Tensor | None = None  # what a topology remembers of the dense weight
+        self.watcher: Watcher | None = None
+        self._patterns: list[Pattern] = []
 
     @property
     def density(self) -> float:
@@ -65,7 +68,10 @@ class PackedLayer(nn.Module):
     def weight(self) -> Tensor:
         """The dense weight, differentiable in `values`."""
         flat = self.values.new_zeros(math.prod(self.weight_shape))
-        return flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
+        weight = flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
+        if self.watcher is not None and weight.requires_grad:
+            weight.register_hook(self.watcher)
+        return weight
 
     @property
     def mask(self) -> Tensor:
@@ -73,12 +79,18 @@ class PackedLayer(nn.Module):
         return flat.index_fill_(0, self.index.long(), True).view(self.weight_shape)
 
     @property
+    def dense(self) -> bool:
+        """Whether torch's dense operation is the faster one at this density."""
+        return _dense_is_faster(self.shape, self.index.numel())
+
+    @property
     def pattern(self) -> Pattern:
-        """The sorted indices; built again when `index` has changed."""
-        version = (self.index.data_ptr(), self.index._version)
-        if self._pattern is None or self._pattern_of != version:
-            self._pattern, self._pattern_of = Pattern(self.shape, self.index), version
-        return self._pattern
+        """The sorted indices of now; two are kept: a correction goes back and forth between two topologies."""
+        for pattern in self._patterns:
+            if pattern.fits(self.index):
+                return pattern
+        self._patterns = [Pattern(self.shape, self.index.clone()), *self._patterns[:1]]
+        return self._patterns[0]
 
     @torch.no_grad()
     def rewire(self, index: Tensor, values: Tensor) -> None:
@@ -91,13 +103,9 @@ class PackedLayer(nn.Module):
             (index[1:] > index[:-1]).all() and index[0] >= 0 and index[-1] < math.prod(self.weight_shape)
         ):
             raise UserError("index must be ascending flat positions within the weight")
-        if index.numel() == self.index.numel():
-            self.index.copy_(index)
-            self.values.copy_(values)
-        else:
-            self.index = index.to(torch.int32).clone()
-            self.values.data = values.detach().to(torch.float32).clone()
-            self.values.grad = None
+        self.index = index.to(torch.int32).clone()
+        set_data(self.values, values.detach().to(torch.float32).clone())
+        self.values.grad = None
 
     def how(self) -> str:
         """In words, how the layer runs."""
@@ -114,7 +122,7 @@ class PackedLayer(nn.Module):
         return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER, relu))
 
     def _run_blocked(self, x: Blocked, border: Border, relu: bool) -> Blocked:
-        return functional.conv(x, self.values, self.bias, self.pattern, border, relu)
+        return functional.conv(x, self.values, self.bias, self.pattern, border, relu, self.watcher)
 
     def _run_dense(self, x: Tensor | Blocked, border: Border, relu: bool) -> Tensor | Blocked:
         out = self.dense_forward(from_blocked(x) if isinstance(x, Blocked) else x)
@@ -133,11 +141,11 @@ class PackedLayer(nn.Module):
         values, index = (state_dict.get(prefix + name) for name in ("values", "index"))
         if values is not None and index is not None and values.shape == index.shape != self.index.shape:
             self.index = torch.empty_like(index, dtype=torch.int32)
-            self.values.data = torch.empty_like(values, dtype=torch.float32)
+            set_data(self.values, torch.empty_like(values, dtype=torch.float32))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pattern": None, "_pattern_of": None}
+        return {**self.__dict__, "_patterns": [], "watcher": None}
 
     def extra_repr(self) -> str:
         return f"{self.weight_shape}, density={self.density:.4g}, {self.how()}"
@@ -180,23 +188,37 @@ class PackedLinear(PackedLayer):
         return F.linear(x, self.weight, self.bias)
 
 
+def set_data(parameter: Tensor, data: Tensor) -> None:
+    """Give a parameter other data, of another length too, also while an old graph is alive."""
+    if data.shape != parameter.shape:
+        # autograd remembers the length of a leaf until its type changes
+        parameter.data = torch.empty(0, dtype=torch.float64)
+    parameter.data = data
+
+
 def _dense_is_faster(shape: ConvShape, active: int) -> bool:
     channels = shape.in_channels * math.prod(shape.stride) + shape.out_channels
     return active * SPARSE_WEIGHT > shape.weight_numel + channels * CONVERTED_CHANNEL
 
 
-def packed(layer: nn.Module, mask: Tensor) -> PackedLayer | None:
-    """The packed form of a Linear, Conv1d or Conv2d; None where the kernels and their fallback do not cover it."""
+def is_packable(layer: nn.Module) -> bool:
+    """Whether a layer is a Linear, Conv1d or Conv2d that the kernels and their fallback cover."""
     if type(layer) is nn.Linear:
+        return True
+    convolution = isinstance(layer, nn.Conv1d | nn.Conv2d) and type(layer) in (nn.Conv1d, nn.Conv2d)
+    return convolution and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+
+
+def packed(layer: nn.Module, mask: Tensor) -> PackedLayer | None:
+    """The packed form of a layer; None where it has none."""
+    if not is_packable(layer):
+        return None
+    if isinstance(layer, nn.Linear):
         return PackedLinear(ConvShape(layer.out_features, layer.in_features), layer.weight, layer.bias, mask)
-    if type(layer) not in (nn.Conv1d, nn.Conv2d):
-        return None
     layer = cast(nn.Conv2d, layer)
-    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-        return None
     lead = (0, 0, 1) if isinstance(layer, nn.Conv1d) else ()
     kernel, stride, dilation = (_pair(v, lead[2:]) for v in (layer.kernel_size, layer.stride, layer.dilation))
-    padding = _pair(layer.padding, lead[:1])
+    padding = _pair(cast(Sequence[int], layer.padding), lead[:1])
     shape = ConvShape(layer.out_channels, layer.in_channels, kernel, stride, padding, dilation, layer.groups)
     kind = PackedConv1d if isinstance(layer, nn.Conv1d) else PackedConv2d
     return kind(shape, layer.weight, layer.bias, mask)

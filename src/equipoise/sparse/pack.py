@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.errors import UserError
 from equipoise.sparse import kernels
 from equipoise.sparse.graph import blocked_graph
-from equipoise.sparse.modules import PackedLayer, packed
+from equipoise.sparse.modules import PackedLayer, is_packable, packed
+from equipoise.topology.algorithm import Algorithm
+from equipoise.topology.plan import plan_layers
+
+if TYPE_CHECKING:
+    from equipoise.topology.topology import Topology
 
 
 class _Tracer(fx.Tracer):
@@ -22,23 +28,51 @@ class _Tracer(fx.Tracer):
         return isinstance(module, (PackedLayer, _BatchNorm)) or super().is_leaf_module(module, qualified_name)
 
 
-def pack(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of `model` whose masked layers hold only their active weights; the same function.
+def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) -> nn.Module:
+    """A copy of `model` whose sparse layers hold only their active weights; the same function.
 
-    `masks` maps parameter names ("features.0.weight") to boolean tensors. A model that torch.fx can trace keeps
-    its activations in the blocked layout from layer to layer; any other runs with conversions around each
-    packed layer. `unpack` is the way back.
+    `what` says which weights are active: masks by parameter name ("features.0.weight"), an attached topology, or an
+    algorithm such as `SET(sparsity=0.99)`. With an algorithm the copy begins with the mask that attaching it to
+    `model` would give, and trains in packed storage once the algorithm is attached to it:
+
+        model = equipoise.sparse.pack(model, SET(sparsity=0.99))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        topology = SET(sparsity=0.99).attach(model, optimizer, total_steps)
+
+    A model that torch.fx can trace keeps its activations in the blocked layout from layer to layer; any other runs
+    with conversions around each packed layer. `unpack` is the way back.
     """
     model = copy.deepcopy(model)
-    for name, mask in masks.items():
-        _pack_layer(model, name, mask)
-    if not kernels.available() or not any(_sparse(module) for module in model.modules()):
+    if isinstance(what, Mapping):
+        for name, mask in what.items():
+            _pack_layer(model, name, mask)
+    elif isinstance(what, Algorithm):
+        for planned in plan_layers(what, model):
+            mask = torch.zeros(planned.weight.numel(), dtype=torch.bool).index_fill_(0, planned.active, True)
+            layer = _pack_layer(model, planned.name, mask.view(planned.weight.shape))
+            layer.final, layer.memory = planned.final, what.bits_to_remember(planned.weight.detach())
+    else:
+        for name, mask in what.masks.items():
+            _pack_layer(model, name, mask).final = next(layer.final for layer in what.layers if layer.name == name)
+    if not kernels.available() or not any(isinstance(module, PackedLayer) for module in model.modules()):
         return model
     try:
         graph = _Tracer().trace(model)
     except Exception:  # whatever a forward may raise on symbolic values: such a model is not traceable
         return model
     return _graph_module(model, blocked_graph(graph, model))
+
+
+def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:
+    """What keeps a model from being packed; None where nothing does."""
+    for planned in plan_layers(algorithm, model):
+        path, _, leaf = planned.name.rpartition(".")
+        layer = model.get_submodule(path)
+        if leaf != "weight" or not path or not is_packable(layer):
+            return f'"{planned.name}" belongs to a {type(layer).__name__} that has no packed form'
+        if planned.weight.dtype != torch.float32 or planned.weight.device.type != "cpu":
+            return f"packed weights are float32 on a CPU, not {planned.weight.dtype} on {planned.weight.device}"
+    return None
 
 
 def unpack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -62,11 +96,7 @@ def describe(model: nn.Module) -> dict[str, str]:
     return {name: layer.how() for name, layer in model.named_modules() if isinstance(layer, PackedLayer)}
 
 
-def _sparse(module: nn.Module) -> bool:
-    return isinstance(module, PackedLayer) and not module.dense
-
-
-def _pack_layer(model: nn.Module, name: str, mask: Tensor) -> None:
+def _pack_layer(model: nn.Module, name: str, mask: Tensor) -> PackedLayer:
     path, _, leaf = name.rpartition(".")
     parent_path, _, attribute = path.rpartition(".")
     try:
@@ -81,6 +111,7 @@ def _pack_layer(model: nn.Module, name: str, mask: Tensor) -> None:
     if not path:
         raise UserError("a single layer cannot be packed in place; wrap it in nn.Sequential")
     setattr(model.get_submodule(parent_path), attribute, replacement.train(layer.training))
+    return replacement
 
 
 def _graph_module(model: nn.Module, graph: fx.Graph) -> nn.Module:
@@ -98,7 +129,18 @@ def _graph_module(model: nn.Module, graph: fx.Graph) -> nn.Module:
             target = traced.get_submodule(owner)
             if not hasattr(target, leaf):
                 _register(target, kind, leaf, tensor)
+    _order_like(traced, model)
     return traced.train(model.training)
+
+
+def _order_like(traced: nn.Module, model: nn.Module) -> None:
+    """Parameters in the order of the model, whatever order its forward has: optimizers count them by position."""
+    names = [name for name in model._modules if name in traced._modules]
+    traced._modules = {name: traced._modules[name] for name in [*names, *traced._modules]}
+    for name in names:
+        child, own = model._modules[name], traced._modules[name]
+        if child is not None and own is not None and own is not child:
+            _order_like(own, child)
 
 
 def _register(module: nn.Module, kind: str, name: str, tensor: Any) -> None:

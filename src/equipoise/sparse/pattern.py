@@ -145,6 +145,10 @@ class Pattern:
         self._forward: Taps | None = None
         self._transposed: Taps | None = None
 
+    def fits(self, index: Tensor) -> bool:
+        """Whether this is the pattern of these indices."""
+        return torch.equal(self.index, index)
+
     @property
     def forward(self) -> Taps:
         if self._forward is None:

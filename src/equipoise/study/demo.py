@@ -16,7 +16,7 @@ from equipoise.train.loop import Trainer
 from equipoise.train.recipe import apply_overrides, make_recipe, read_recipe
 
 ARMS: dict[str, list[str]] = {
-    "dense": ["topology=dense", "topology.sparsity=0"],
+    "dense": ["topology=dense"],
     "static": ["topology=static"],
     "SET": ["topology=set"],
     "RigL": ["topology=rigl"],

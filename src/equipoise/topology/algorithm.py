@@ -15,7 +15,7 @@ from equipoise.topology.layers import Selector
 from equipoise.topology.schedule import Decay, Window, decay
 
 if TYPE_CHECKING:
-    from equipoise.topology.masked import MaskedLayer
+    from equipoise.topology.layer import Layer
     from equipoise.topology.topology import Topology
 
 
@@ -63,13 +63,17 @@ class Algorithm:
         """The update steps; None where the topology never changes."""
         return None
 
-    def prepare(self, layer: MaskedLayer) -> None:
+    def prepare(self, layer: Layer) -> None:
         """Called once for each layer, before its inactive weights are set to zero."""
+
+    def bits_to_remember(self, weight: Tensor) -> Tensor | None:
+        """One bit per place of a weight that is about to be packed, in bytes, where the algorithm needs them."""
+        return None
 
     def after_step(self, topology: Topology) -> None:
         """Called after every optimizer step by algorithms that rewire all the time."""
 
-    def observe(self, layer: MaskedLayer) -> None:
+    def observe(self, layer: Layer) -> None:
         """Called before every optimizer step by algorithms that watch the dense gradient always."""
 
 
@@ -121,12 +125,12 @@ class Dynamic(Algorithm):
             raise UserError(f"{name} needs total_steps, the optimizer steps of the whole training, in attach()")
         return Window(self.every, self.begin, self.until, total_steps)
 
-    def target(self, layer: MaskedLayer, completion: float) -> int:
+    def target(self, layer: Layer, completion: float) -> int:
         """The active weights the layer shall have after this update."""
         return layer.active
 
     def choose(
-        self, layer: MaskedLayer, window: Window, step: int, generator: torch.Generator
+        self, layer: Layer, window: Window, step: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor] | None:
         """The flat places to drop and to grow at an update step; None where the layer stays as it is."""
         target = self.target(layer, window.completion(step))
@@ -139,19 +143,23 @@ class Dynamic(Algorithm):
             return dropped, dropped[:0]
         return dropped, layer.highest(self.growth_score(layer, generator), swap, dropped, self.regrow)
 
-    def _swap(self, layer: MaskedLayer, target: int, progress: float) -> int:
+    def most_grown(self, layer: Layer, window: Window, step: int) -> int:
+        """How many places the layer will grow at an update step, or a few more."""
+        return self._swap(layer, self.target(layer, window.completion(step)), window.progress(step))
+
+    def _swap(self, layer: Layer, target: int, progress: float) -> int:
         if target == layer.size:
             return 0
         wanted = round(decay(self.drop_decay, self.drop_fraction, self.drop_end, progress) * target)
         return wanted if self.regrow else min(wanted, layer.size - layer.active)
 
-    def drop(self, layer: MaskedLayer, count: int) -> Tensor:
+    def drop(self, layer: Layer, count: int) -> Tensor:
         return layer.lowest(self.drop_score(layer), count)
 
-    def drop_score(self, layer: MaskedLayer) -> Tensor:
+    def drop_score(self, layer: Layer) -> Tensor:
         """The lowest are dropped; magnitude unless an algorithm says otherwise."""
         return layer.weight.abs()
 
-    def growth_score(self, layer: MaskedLayer, generator: torch.Generator) -> Tensor:
+    def growth_score(self, layer: Layer, generator: torch.Generator) -> Tensor:
         """The highest of the inactive are grown; random unless an algorithm says otherwise."""
         return torch.rand(layer.size, generator=generator, device=layer.parameter.device)

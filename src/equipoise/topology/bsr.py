@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.seeds import derive
+from equipoise.sparse.bits import pack_bits
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.distribution import Distribution, Shapes
-from equipoise.topology.masked import ACTIVE, DROPPED, MaskedLayer
+from equipoise.topology.layer import Layer
 
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology
@@ -31,16 +32,20 @@ class BSRNet(Algorithm):
     of their own, and momentum is not reset. Gaussian noise lr·N(0, noise²) is added to active weights at every step
     (noise = 1e-6). distribution: `bsr`, BSR-Net's initial densities, known for vgg16, wrn_28_4 and the resnets; what
     they leave of the budget is filled by the first rewiring. The sign of a place is that of its initial weight, in
-    one byte more per weight.
+    one byte more per weight (one bit in packed storage, where newborn connections start without momentum).
+    rewire_every: steps between rewirings, 1 as published; until then a weight that would cross its sign stays zero.
     """
 
     distribution: Distribution = "bsr"
     noise: float = 1e-6
+    rewire_every: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise < 0:
             raise UserError(f"noise={self.noise}: a standard deviation, not negative")
+        if self.rewire_every < 1:
+            raise UserError(f"rewire_every={self.rewire_every}: at least 1 step")
 
     def initial_counts(self, shapes: Shapes, model: nn.Module) -> dict[str, int]:
         """The model's own initial densities, where they stay below the budget."""
@@ -52,39 +57,42 @@ class BSRNet(Algorithm):
         initial = {name: round(own[name] * math.prod(shape)) for name, shape in shapes.items()}
         return initial if sum(initial.values()) <= sum(final.values()) else final
 
-    def prepare(self, layer: MaskedLayer) -> None:
+    def prepare(self, layer: Layer) -> None:
         """Remember the sign of every place, before inactive weights are set to zero."""
-        layer.memory = torch.where(layer.parameter.detach() < 0, -1, 1).to(torch.int8)
+        layer.remember_signs()
+
+    def bits_to_remember(self, weight: Tensor) -> Tensor:
+        return pack_bits(weight.reshape(-1) >= 0)
 
     def after_step(self, topology: Topology) -> None:
         """Switch off what has crossed its sign, then refill. One look at the device per step, for all layers."""
         layers = [layer for layer in topology.layers if layer.parameter.requires_grad]
-        if not layers:
-            return
+        rewires = (topology.steps + 1) % self.rewire_every == 0
         for layer in layers:
             if self.noise:
                 self._add_noise(layer, topology)
-            self._switch_off(layer)
-        counts = torch.stack([layer.mask().sum() for layer in layers]).tolist()
+            crossed = layer.parameter * layer.signs <= 0
+            if rewires:
+                layer.switch_off(crossed, topology.states(layer.parameter))
+            else:
+                layer.parameter.masked_fill_(crossed, 0)
+        if not layers or not rewires:
+            return
+        counts = torch.stack([layer.count() for layer in layers]).tolist()
         for layer, count in zip(layers, counts, strict=True):
             layer.active = count
         self._refill(topology, layers)
 
-    def _add_noise(self, layer: MaskedLayer, topology: Topology) -> None:
+    def _add_noise(self, layer: Layer, topology: Topology) -> None:
         weight = layer.parameter
         generator = torch.Generator(weight.device)
         generator.manual_seed(derive(self.seed, "noise", topology.steps, layer.name))
         noise = torch.randn(weight.shape, generator=generator, device=weight.device, dtype=weight.dtype)
         scale = topology.optimizer.param_groups[0]["lr"] * self.noise
-        weight.add_(noise.mul_(layer.mask()), alpha=float(scale))
+        layer.hide_inactive(noise)
+        weight.add_(noise, alpha=float(scale))
 
-    def _switch_off(self, layer: MaskedLayer) -> None:
-        assert layer.memory is not None
-        crossed = layer.mask() & (layer.parameter * layer.memory <= 0)
-        layer.places.masked_fill_(crossed, DROPPED)
-        layer.parameter.masked_fill_(crossed, 0)
-
-    def _refill(self, topology: Topology, layers: list[MaskedLayer]) -> None:
+    def _refill(self, topology: Topology, layers: list[Layer]) -> None:
         missing = sum(layer.final for layer in topology.layers) - topology.active
         if missing <= 0:
             return
@@ -98,11 +106,11 @@ class BSRNet(Algorithm):
         chosen = torch.from_numpy(np.concatenate(ranks).astype(np.int32)).to(layers[0].parameter.device)
         for layer, places in zip(layers, chosen.split(counts), strict=True):
             if len(places):
-                _grow(layer, places)
+                layer.grow_inactive(places, NEWBORN, topology.states(layer.parameter))
         topology.updates += 1
 
 
-def share_out(missing: int, layers: list[MaskedLayer], random: np.random.Generator) -> list[int]:
+def share_out(missing: int, layers: list[Layer], random: np.random.Generator) -> list[int]:
     """How many connections each layer gets: drawn in proportion to size, drawn again where a layer is full."""
     sizes = np.array([layer.size for layer in layers], dtype=np.float64)
     room = np.array([layer.size - layer.active for layer in layers])
@@ -114,22 +122,3 @@ def share_out(missing: int, layers: list[MaskedLayer], random: np.random.Generat
         counts += taken
         missing -= int(taken.sum())
     return [int(count) for count in counts]
-
-
-def _grow(layer: MaskedLayer, ranks: Tensor) -> None:
-    """Make the `ranks`-th inactive places of a layer, from 0, active, each at 1e-12 with its own sign."""
-    assert layer.memory is not None
-    inactive = (~layer.mask()).reshape(-1).cumsum(0, dtype=torch.int32)
-    where = _coordinates(torch.searchsorted(inactive, ranks.to(inactive.device) + 1), layer.parameter.shape)
-    layer.parameter[where] = NEWBORN * layer.memory[where].to(layer.parameter.dtype)
-    layer.places[where] = ACTIVE
-    layer.active += len(ranks)
-
-
-def _coordinates(places: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
-    """The indices of places by number, whatever the memory format; torch.unravel_index makes the host wait."""
-    found = []
-    for size in reversed(shape):
-        found.append(places % size)
-        places = places // size
-    return tuple(reversed(found))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.topology.gmp import GMP
-from equipoise.topology.masked import MaskedLayer
+from equipoise.topology.layer import Layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,6 @@ class GraNet(GMP):
 
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "at updates"
 
-    def growth_score(self, layer: MaskedLayer, generator: torch.Generator) -> Tensor:
+    def growth_score(self, layer: Layer, generator: torch.Generator) -> Tensor:
         """|∂loss/∂w|; random for a weight that took no part in the loss."""
         return super().growth_score(layer, generator) if layer.gradient is None else layer.gradient.abs()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
+from equipoise.topology.layer import Layer
 
 ACTIVE, DROPPED = -1, 1  # 0: never active so far
 
@@ -17,25 +18,20 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BLOCK = 2**22  # weights masked at a time: larger temporaries would be mapped anew by the system at every call
 
 
-class MaskedLayer:
+class MaskedLayer(Layer):
     """One weight and the places of it that are active, in one byte per weight.
 
     `places` is -1 (all bits set) where a weight is active, 1 where it once was, 0 where it never was: the mask and
     ITOP's record of exploration in the same tensor. `active` is known on the host, so nothing waits for a GPU.
     """
 
-    def __init__(
-        self, name: str, parameter: nn.Parameter, active: int, final: int, generator: torch.Generator
-    ) -> None:
-        self.name = name
+    def __init__(self, name: str, parameter: nn.Parameter, active: Tensor, final: int) -> None:
+        super().__init__(name, len(active), final)
         self.parameter = parameter
-        self.active = self.initial = active
-        self.final = final  # differs from `initial` under gradual pruning only
         self.gradient_copy: Tensor | None = None  # the gradient of all places, while an update needs it
         self.batch_gradient: Tensor | None = None  # what of `.grad` comes from batches, where a correction adds to it
-        self.memory: Tensor | None = None  # what an algorithm remembers per place
         places = torch.zeros(parameter.numel(), dtype=torch.int8)
-        places[torch.randperm(parameter.numel(), generator=generator)[:active]] = ACTIVE
+        places[active] = ACTIVE
         self.places = torch.zeros_like(parameter, dtype=torch.int8, requires_grad=False)
         self.places.copy_(places.view(parameter.shape))
 
@@ -84,6 +80,12 @@ class MaskedLayer:
             self.gradient_copy = gradient.detach().clone() if self.batch_gradient is None else self.batch_gradient
             self.hide_inactive(gradient)
 
+    def begin_pass(self) -> None:
+        self.gradient_copy = None
+
+    def forget_gradient(self) -> None:
+        self.gradient_copy = self.batch_gradient = None
+
     def keep_batch_gradient(self, earlier: Tensor | None) -> None:
         """Put aside what a backward pass has added to the `earlier` gradient, beside what passes before it have."""
         gradient = self.parameter.grad
@@ -91,23 +93,6 @@ class MaskedLayer:
             self.batch_gradient = None if gradient is None else gradient.detach().clone()
         else:
             self.batch_gradient += gradient.detach() - earlier
-
-    def lowest(self, score: Tensor, count: int, among: Tensor | None = None, ordered: bool = False) -> Tensor:
-        """The flat places of the `count` active weights (or those `among` them) with the lowest score."""
-        candidates = self.mask().reshape(-1) if among is None else among
-        # An overflow is finite here, so that only what is no candidate is infinite and counts stay exact.
-        finite = score.nan_to_num()
-        return finite.masked_fill_(~candidates, torch.inf).topk(count, largest=False, sorted=ordered).indices
-
-    def highest(self, score: Tensor, count: int, dropped: Tensor, regrow: bool) -> Tensor:
-        """The flat places of the `count` inactive weights with the highest score.
-
-        The just-`dropped` ones are candidates only where they may `regrow`.
-        """
-        taken = self.mask().reshape(-1)
-        if regrow:
-            taken = taken.index_fill(0, dropped, False)
-        return score.masked_fill(taken, -torch.inf).topk(count, sorted=False).indices
 
     def rewire(self, dropped: Tensor, grown: Tensor, states: Iterable[Tensor]) -> None:
         """Drop and grow. Both end at zero in the weight and in every tensor of the optimizer's state."""
@@ -119,18 +104,55 @@ class MaskedLayer:
         self.places.copy_(flat.view(self.places.shape))
         self.active += len(grown) - len(dropped)
 
+    # BSR-Net's rewiring of single places
+
+    @property
+    def signs(self) -> Tensor:
+        assert self.memory is not None
+        return self.memory
+
+    def remember_signs(self) -> None:
+        self.memory = torch.where(self.parameter.detach() < 0, -1, 1).to(torch.int8)
+
+    def switch_off(self, where: Tensor, states: Iterable[Tensor]) -> None:
+        crossed = self.mask() & where
+        self.places.masked_fill_(crossed, DROPPED)
+        self.parameter.masked_fill_(crossed, 0)
+
+    def count(self) -> Tensor:
+        return self.mask().sum()
+
+    def grow_inactive(self, ranks: Tensor, magnitude: float, states: Iterable[Tensor]) -> None:
+        inactive = (~self.mask()).reshape(-1).cumsum(0, dtype=torch.int32)
+        where = _coordinates(torch.searchsorted(inactive, ranks.to(inactive.device) + 1), self.parameter.shape)
+        self.parameter[where] = magnitude * self.signs[where].to(self.parameter.dtype)
+        self.places[where] = ACTIVE
+        self.active += len(ranks)
+
     def explored(self) -> int:
         """How many places have been active at some time."""
         return int(torch.count_nonzero(self.places))
 
-    def check(self, places: Tensor) -> None:
+    def saved(self) -> Tensor:
+        return self.places
+
+    def check(self, saved: Tensor) -> None:
         """Refuse the places of another model's weight."""
-        if places.shape != self.parameter.shape:
-            was, now = tuple(places.shape), tuple(self.parameter.shape)
+        if saved.shape != self.parameter.shape:
+            was, now = tuple(saved.shape), tuple(self.parameter.shape)
             raise UserError(f'the mask of "{self.name}" has shape {was}, the weight {now}: another model')
 
-    def load(self, places: Tensor, memory: Tensor | None) -> None:
-        self.places.copy_(places)
+    def load(self, saved: Tensor, memory: Tensor | None) -> None:
+        self.places.copy_(saved)
         self.memory = None if memory is None else memory.to(self.parameter.device, copy=True)
         self.active = int(torch.count_nonzero(self.mask()))
         self.hide_inactive(self.parameter.detach())
+
+
+def _coordinates(places: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """The indices of places by number, whatever the memory format; torch.unravel_index makes the host wait."""
+    found = []
+    for size in reversed(shape):
+        found.append(places % size)
+        places = places // size
+    return tuple(reversed(found))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from equipoise.errors import UserError
 from equipoise.topology.algorithm import Dynamic
-from equipoise.topology.masked import MaskedLayer
+from equipoise.topology.layer import Layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,6 @@ class MEST(Dynamic):
         if self.gradient_weight < 0:
             raise UserError(f"gradient_weight={self.gradient_weight}: λ of |w| + λ|g| is not negative")
 
-    def drop_score(self, layer: MaskedLayer) -> Tensor:
+    def drop_score(self, layer: Layer) -> Tensor:
         score = layer.weight.abs()
         return score if layer.gradient is None else score + self.gradient_weight * layer.gradient.abs()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equipoise.errors import UserError
 from equipoise.topology.algorithm import Dynamic
-from equipoise.topology.masked import MaskedLayer
+from equipoise.topology.layer import Layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,6 @@ class RigL(Dynamic):
         if self.growth not in ("batch", "corrected"):
             raise UserError(f'growth="{self.growth}": it is "batch" or "corrected"')
 
-    def growth_score(self, layer: MaskedLayer, generator: torch.Generator) -> Tensor:
+    def growth_score(self, layer: Layer, generator: torch.Generator) -> Tensor:
         """|∂loss/∂w|; random for a weight that took no part in the loss."""
         return super().growth_score(layer, generator) if layer.gradient is None else layer.gradient.abs()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equipoise.errors import UserError
 from equipoise.topology.algorithm import Dynamic
-from equipoise.topology.masked import MaskedLayer
+from equipoise.topology.layer import Layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class SNFS(Dynamic):
         if not 0 <= self.momentum < 1:
             raise UserError(f"momentum={self.momentum}: in [0, 1), such as 0.9")
 
-    def observe(self, layer: MaskedLayer) -> None:
+    def observe(self, layer: Layer) -> None:
         gradient = layer.gradient
         if gradient is None:
             return
@@ -41,6 +41,6 @@ class SNFS(Dynamic):
         # A fused optimizer under AMP steps on an overflow too; one infinity would stay for ever.
         layer.memory = memory.lerp_(gradient.nan_to_num(0, 0, 0), 1 - self.momentum)
 
-    def growth_score(self, layer: MaskedLayer, generator: torch.Generator) -> Tensor:
+    def growth_score(self, layer: Layer, generator: torch.Generator) -> Tensor:
         """|m|; random for a weight that never took part in the loss."""
         return super().growth_score(layer, generator) if layer.memory is None else layer.memory.abs()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from equipoise.errors import UserError
 from equipoise.topology.algorithm import Algorithm
 
 
@@ -17,10 +16,5 @@ class Static(Algorithm):
 class Dense(Algorithm):
     """No mask at all: the baseline that the sparse runs are compared with."""
 
-    sparsity: float = 0.0
+    sparsity: float = field(default=0.0, init=False)
     distribution: str = "uniform"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sparsity != 0:
-            raise UserError(f'sparsity={self.sparsity}: topology "dense" has none; "static" is a fixed sparse one')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,8 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from equipoise.errors import UserError
 from equipoise.seeds import derive
 from equipoise.topology.algorithm import Algorithm, Dynamic
-from equipoise.topology.layers import select, unwrap
+from equipoise.topology.layer import Layer
+from equipoise.topology.layers import unwrap
 from equipoise.topology.masked import MaskedLayer
+from equipoise.topology.packed import packed_weights
+from equipoise.topology.plan import plan_layers
 
 OWNERS = WeakIdKeyDictionary()  # sparse weight -> weak reference to its topology
 
@@ -45,6 +48,7 @@ class Topology:
         self.steps = 0
         self.updates = 0
         self.layers = _make_layers(algorithm, unwrap(model))
+        self.followers: list[Callable[[nn.Parameter], Tensor | None]] = []
         self._skipped: list[tuple[nn.Parameter, Tensor]] = []
         self._handles: list[Any] = []
         self._check_optimizer()
@@ -86,6 +90,11 @@ class Topology:
     def update_is_next(self) -> bool:
         """Whether the coming optimizer step is an update step."""
         return self.window is not None and self.window.contains(self.steps + 1)
+
+    @property
+    def storage(self) -> str:
+        """`packed` where the weights are vectors of active values, else `masked`."""
+        return "packed" if any(layer.index is not None for layer in self.layers) else "masked"
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -140,6 +149,7 @@ class Topology:
         self._handles = []
         for layer in self.layers:
             OWNERS.pop(layer.parameter, None)
+            layer.watch(0)
 
     # The hooks
 
@@ -158,9 +168,11 @@ class Topology:
             self.optimizer.register_step_post_hook(self._after_step),
         ]
         for layer in self.layers:
-            hook = partial(self._after_backward, layer)
-            self._handles.append(layer.parameter.register_post_accumulate_grad_hook(hook))
+            if layer.index is None:  # else there is nothing to hide, and a hook would keep the vector at one length
+                hook = partial(self._after_backward, layer)
+                self._handles.append(layer.parameter.register_post_accumulate_grad_hook(hook))
             OWNERS[layer.parameter] = weakref.ref(self)
+        self._watch()
 
     def _check_optimizer(self) -> None:
         """A weight that another optimizer moves would come back after it was dropped."""
@@ -170,9 +182,9 @@ class Topology:
                 raise UserError(f'the optimizer does not have "{layer.name}"; give it the weight or exclude it')
 
     @torch.no_grad()
-    def _after_backward(self, layer: MaskedLayer, parameter: Tensor) -> None:
+    def _after_backward(self, layer: Layer, parameter: Tensor) -> None:
         if self._wants_dense_gradient:
-            layer.gradient_copy = None  # whatever was put aside is of an earlier pass, whose step was not taken
+            layer.begin_pass()
         elif parameter.grad is not None:
             layer.hide_inactive(parameter.grad)
 
@@ -217,7 +229,8 @@ class Topology:
             self._update()
         self.steps += 1
         for layer in self.layers:
-            layer.gradient_copy = layer.batch_gradient = None
+            layer.forget_gradient()
+        self._watch()
 
     def _update(self) -> None:
         assert isinstance(self.algorithm, Dynamic)
@@ -230,15 +243,32 @@ class Topology:
             generator.manual_seed(derive(self.algorithm.seed, "growth", self.updates, layer.name))
             choice = self.algorithm.choose(layer, self.window, self.steps + 1, generator)
             if choice is not None:
-                layer.rewire(*choice, self._states(layer.parameter))
+                layer.rewire(*choice, self.states(layer.parameter))
         if isinstance(self.optimizer, torch.optim.LBFGS):
             self.optimizer.state.clear()  # steps and curvature of the old topology, all weights in one vector
 
-    def _states(self, parameter: nn.Parameter) -> Iterator[Tensor]:
-        """The optimizer's tensors that hold one number per weight: momentum, Adam's moments, whatever it keeps."""
+    def states(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        """What changes with a parameter's places: the optimizer's tensors that hold one number per weight (momentum,
+        Adam's moments, whatever it keeps) and, in packed storage, those of whoever follows it."""
         for value in self.optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 yield value
+        for follower in self.followers:
+            if (value := follower(parameter)) is not None:
+                yield value
+
+    def _watch(self) -> None:
+        """Tell the layers which gradients of inactive places the coming step is asked for."""
+        for layer in self.layers:
+            layer.watch(self._wanted(layer))
+
+    def _wanted(self, layer: Layer) -> int | None:
+        if not self._wants_dense_gradient:
+            return 0
+        if self.algorithm.dense_gradient == "always" or self.window is None:
+            return None
+        assert isinstance(self.algorithm, Dynamic)
+        return self.algorithm.most_grown(layer, self.window, self.steps + 1)
 
     # Save, load, copy
 
@@ -247,7 +277,7 @@ class Topology:
             "algorithm": type(self.algorithm).__name__,
             "steps": self.steps,
             "updates": self.updates,
-            "places": {layer.name: layer.places for layer in self.layers},
+            "places": {layer.name: layer.saved() for layer in self.layers},
             "memory": {layer.name: layer.memory for layer in self.layers if layer.memory is not None},
         }
 
@@ -262,6 +292,7 @@ class Topology:
         self.steps, self.updates = state["steps"], state["updates"]
         for layer in self.layers:
             layer.load(state["places"][layer.name], state["memory"].get(layer.name))
+        self._watch()
 
     def _check_state(self, state: dict[str, Any]) -> None:
         """Refuse a wrong state before anything is changed."""
@@ -288,16 +319,11 @@ class Topology:
         return new
 
 
-def _make_layers(algorithm: Algorithm, model: nn.Module) -> list[MaskedLayer]:
-    if algorithm.sparsity == 0 and isinstance(algorithm.distribution, str):
-        return []
-    chosen = select(model, algorithm.include, algorithm.exclude, algorithm.dense_first, algorithm.dense_last)
-    shapes = {name: tuple(weight.shape) for name, weight in chosen.items()}
-    initial, final = algorithm.initial_counts(shapes, model), algorithm.final_counts(shapes, model)
-    generator = torch.Generator()  # on the CPU: the same initial mask on every device
-    layers = []
-    for name, weight in chosen.items():
-        generator.manual_seed(derive(algorithm.seed, "mask", name))
-        layers.append(MaskedLayer(name, weight, initial[name], final[name], generator))
+def _make_layers(algorithm: Algorithm, model: nn.Module) -> list[Layer]:
+    if packed := packed_weights(algorithm, model):
+        return packed
+    layers: list[Layer] = []
+    for planned in plan_layers(algorithm, model):
+        layers.append(MaskedLayer(planned.name, planned.weight, planned.active, planned.final))
         algorithm.prepare(layers[-1])
     return layers

@@ -47,7 +47,14 @@ class Average:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = state["steps"]
         for name, value in self.values.items():
-            value.copy_(state["values"][name])
+            if (saved := state["values"][name]).shape == value.shape:
+                value.copy_(saved)
+            else:  # packed weights may have been more or fewer
+                value.data = saved.to(value, copy=True)
+
+    def value_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The average of one parameter, which moves with its places in packed storage."""
+        return next((self.values[name] for name, p in self.parameters.items() if p is parameter), None)
 
 
 @contextmanager

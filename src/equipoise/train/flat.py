@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from equipoise.correction.coordinates import Coordinates
 from equipoise.topology import Topology
+from equipoise.topology.masked import MaskedLayer
 
 ALIGNMENT = 64  # numbers: compiled kernels read whole vectors of 16 bytes at the start of every tensor
 ALWAYS_ACTIVE = -2  # in `places`: numbers that no topology owns, and the gaps between tensors
@@ -63,6 +64,7 @@ class Flat:
             for slot in self.slots:
                 slot.parameter.data = self.moved(slot.parameter, slot.parameter.data, self.parameters)
             for layer in topology.layers:
+                assert isinstance(layer, MaskedLayer)
                 layer.follow_device()
                 layer.places = self.moved(layer.parameter, layer.places, self.places)
 

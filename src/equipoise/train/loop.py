@@ -24,6 +24,7 @@ from equipoise.train.folder import RunFolder, strict
 from equipoise.train.meter import Meter
 from equipoise.train.parts import autocast, make_parts
 from equipoise.train.recipe import Recipe, split
+from equipoise.train.storage import in_storage, plain_names
 from equipoise.train.watch import Watcher
 
 CHECK_EVERY = 50  # steps between looks at the losses on a GPU, where each look waits for the device
@@ -92,11 +93,13 @@ class Trainer:
 
     @property
     def raw(self) -> dict[str, Any]:
-        """The recipe as a resumed run must find it: with the way of the correction that was chosen for it."""
+        """The recipe as a resumed run must find it: with the way of the correction and the storage chosen for it."""
         raw, estimator = dict(self.recipe.raw), self.parts.correction.estimator
         if estimator.corrects and estimator.source == estimator.way:
             name, options = split(raw["correction"], "correction")
             raw["correction"] = {"name": name, **options, "way": estimator.way}
+        if self.parts.topology.layers:
+            raw["storage"] = self.parts.topology.storage
         return raw
 
     def run(self) -> dict[str, Any]:
@@ -342,6 +345,8 @@ class Trainer:
         self._settle()
         return {
             "kinds": self.recipe.kinds,
+            "storage": parts.topology.storage,
+            "names": self._names(),
             "position": [self.epoch, self.batch, self.images, self.attacks],
             "best": self.best,
             "seconds": self.seconds,
@@ -352,6 +357,15 @@ class Trainer:
             "average": None if parts.average is None else parts.average.state_dict(),
             "meter": self.meter.state_dict(),
             "random": list(Random(parts.device).state()),
+        }
+
+    def _names(self) -> dict[str, list[str]]:
+        """What tensors that are known by their position belong to, in whatever storage."""
+        names = plain_names(self.parts.model)
+        groups = self.parts.optimizer.param_groups
+        return {
+            "model": [names[id(p)] for p in self.parts.model.parameters() if p.requires_grad],
+            "optimizer": [names[id(p)] for group in groups for p in group["params"]],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -371,6 +385,10 @@ class Trainer:
         for part, kind in self.recipe.kinds.items():
             if state["kinds"][part] != kind:
                 raise UserError(f"the checkpoint is of the {part} {state['kinds'][part]}, the recipe has {kind}")
+        topology = parts.topology
+        state = in_storage(
+            state, topology.storage, {layer.name: tuple(layer.mask().shape) for layer in topology.layers}
+        )
         parts.model.load_state_dict(state["model"])
         parts.optimizer.load_state_dict(state["optimizer"])
         parts.topology.load_state_dict(state["topology"])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
+from equipoise.sparse.modules import PackedLayer
 
 
 class SGDW(torch.optim.Optimizer):
@@ -74,8 +75,9 @@ class OptimizerOptions:
         parameters = [p for p in model.parameters() if p.requires_grad]
         if self.decay_all:
             return [{"params": parameters, "weight_decay": self.weight_decay}]
-        weights = [p for p in parameters if p.dim() > 1]
-        others = [p for p in parameters if p.dim() <= 1]
+        packed = {id(module.values) for module in model.modules() if isinstance(module, PackedLayer)}
+        weights = [p for p in parameters if p.dim() > 1 or id(p) in packed]
+        others = [p for p in parameters if p.dim() <= 1 and id(p) not in packed]
         groups = [{"params": weights, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return [group for group in groups if group["params"]]
 

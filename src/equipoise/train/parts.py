@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +19,10 @@ from equipoise.data.order import Order
 from equipoise.errors import UserError
 from equipoise.models import MODELS, Normalize
 from equipoise.seeds import derive
+from equipoise.sparse import kernels
+from equipoise.sparse.pack import pack, why_not
 from equipoise.topology import Topology
+from equipoise.topology.plan import plan_layers
 from equipoise.train.average import Average
 from equipoise.train.recipe import Recipe
 
@@ -54,23 +58,68 @@ def make_parts(recipe: Recipe) -> Parts:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     train = training_loader(recipe, splits.train, device)
     check_fit(model, train, len(splits.classes), device)
+    if choose_storage(recipe, model, device) == "packed":
+        model = pack(model, recipe.topology)
     optimizer = recipe.optimizer.build(model)
     total = recipe.epochs * len(train)
     topology = recipe.topology.attach(model, optimizer, total)
     correction = attach_correction(recipe, model, topology, len(train))
     correction.cost = relative_cost(recipe, correction.estimator)
     average = Average(model, recipe.average) if recipe.average else None
+    if average is not None and topology.storage == "packed":
+        topology.followers.append(average.value_of)
     loaders = scoring_loaders(recipe, splits, device)
     return Parts(device, model, optimizer, topology, correction, average, train, loaders)
 
 
+PACKED_FROM = 0.9  # sparsity
+
+
+def choose_storage(recipe: Recipe, model: nn.Module, device: torch.device) -> str:
+    """What the recipe says or, where it leaves it open, packed on a CPU where that is the faster one."""
+    algorithm = recipe.topology
+    if recipe.storage == "masked" or algorithm.sparsity == 0:
+        return "masked"
+    if obstacle := _unpackable(recipe, model, device):
+        if recipe.storage == "packed":
+            raise UserError(f"storage=packed: {obstacle}; use storage=masked")
+        return "masked"
+    if recipe.storage == "packed":
+        return "packed"
+    layers = plan_layers(algorithm, model)
+    density = sum(layer.initial for layer in layers) / sum(layer.weight.numel() for layer in layers)
+    if density > 1 - PACKED_FROM + 1e-3:  # counts are rounded
+        return "masked"
+    if not kernels.available():
+        warnings.warn(f"weights are stored masked, which is slower: {kernels.reason()}", stacklevel=2)
+        return "masked"
+    return "packed"
+
+
+def _unpackable(recipe: Recipe, model: nn.Module, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"the kernels are for a CPU, and the device is {device}"
+    if recipe.precision == "bf16":
+        return "the kernels are for float32, and the precision is bf16"
+    if getattr(recipe.topology, "growth", "batch") == "corrected":
+        return 'growth="corrected" needs old gradients of inactive weights'
+    return why_not(model, recipe.topology)
+
+
 def attach_correction(recipe: Recipe, model: nn.Module, topology: Topology, batches: int) -> Correction:
-    """The recipe's correction; where it leaves the way open, by `replay` if batches are known ahead and it fits."""
+    """The recipe's correction; where it leaves the way open, by the cheapest that gives the same estimate.
+
+    That is `replay` if batches are known ahead and it fits, and `running` where an attack makes them at their step,
+    unless the recipe asks for a full pass by naming what it is computed on.
+    """
     estimator, named = recipe.correction, recipe.raw.get("correction")
     said = isinstance(named, Mapping) and "way" in named
     possible = estimator.corrects and estimator.source == "recompute" and estimator.fraction == estimator.share == 1
     total = recipe.epochs * batches
-    if possible and not said and not recipe.objective.attack_passes:
+    if possible and not said and recipe.objective.attack_passes:
+        if "full_pass" not in recipe.raw:
+            estimator = replace(estimator, way="running")
+    elif possible and not said:
         replaying = replace(estimator, way="replay").attach(model, topology, total, recipe.seed)
         if replaying.plan(batches).fits(replaying.device):
             return replaying

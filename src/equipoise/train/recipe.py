@@ -80,6 +80,7 @@ class Recipe:
     precision: Literal["auto", "float32", "bf16"] = "auto"
     engine: Literal["auto", "eager"] = "auto"
     device: str = "auto"
+    storage: Literal["auto", "masked", "packed"] = "auto"
     average: float = 0.995
     reestimate: int = 32
     full_pass: Literal["clean", "adversarial"] = "clean"
@@ -111,6 +112,7 @@ PLAIN: dict[str, Any] = {
     "precision": Literal["auto", "float32", "bf16"],
     "engine": Literal["auto", "eager"],
     "device": str,
+    "storage": Literal["auto", "masked", "packed"],
     "average": float,
     "reestimate": int,
     "full_pass": Literal["clean", "adversarial"],
@@ -120,9 +122,12 @@ PLAIN: dict[str, Any] = {
 """The keys of a recipe that are not chosen by name, and their types: see `Recipe` for the defaults.
 
 precision: `auto` is bf16 on a GPU and float32 elsewhere; with float32 a GPU uses no TF32 either. engine: `auto`
-compiles and captures the steps on a GPU. average: decay of the weight average, 0 for none. reestimate: training
+compiles and captures the steps on a GPU. storage: `masked` keeps sparse weights as dense tensors with zeros, `packed`
+as the vectors of their active values, which the CPU kernels run on; `auto` packs on a CPU from 90 % sparsity on,
+where the model allows it. average: decay of the weight average, 0 for none. reestimate: training
 batches that BatchNorm statistics are estimated anew from at evaluation. full_pass: what g̃ is computed on in
-adversarial training, clean images (the paper) or such as are attacked at the snapshot. clip: largest gradient norm, 0
+adversarial training, clean images (the paper) or such as are attacked at the snapshot; a recipe that names neither
+corrects by `running`, which needs no full pass. clip: largest gradient norm, 0
 for none.
 """
 

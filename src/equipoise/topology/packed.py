@@ -1,0 +1,179 @@
+"""A sparse weight kept as the vector of its active values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.errors import UserError
+from equipoise.sparse.bits import get_bits, pack_bits, set_bits
+from equipoise.sparse.modules import PackedLayer
+from equipoise.topology.algorithm import Algorithm
+from equipoise.topology.distribution import active_counts
+from equipoise.topology.layer import Layer
+
+
+class Seen(NamedTuple):
+    """The dense gradient of a layer as far as growth needs it: at active places and at the largest of the others."""
+
+    active: Tensor
+    places: Tensor
+    values: Tensor
+
+
+class PackedWeight(Layer):
+    """A packed layer as a topology sees it.
+
+    Between updates everything has the size of the active weights, but for one bit per place: whether it has ever been
+    active. During an update the vectors that algorithms look at have the size of the layer, one layer at a time.
+    """
+
+    def __init__(self, name: str, module: PackedLayer, final: int) -> None:
+        super().__init__(name, module.values.numel(), final)
+        self.module = module
+        self.memory = module.memory
+        self._explored = pack_bits(module.mask.reshape(-1))
+        self._wanted: int | None = 0
+        self._seen: Seen | Tensor | None = None  # a tensor: at all places
+
+    @property
+    def parameter(self) -> nn.Parameter:  # type: ignore[override]
+        return self.module.values
+
+    @property
+    def size(self) -> int:
+        return self.module.shape.weight_numel
+
+    @property
+    def index(self) -> Tensor:
+        return self.module.index
+
+    @property
+    def weight(self) -> Tensor:
+        return self._spread(self.parameter.detach())
+
+    @property
+    def gradient(self) -> Tensor | None:
+        if isinstance(self._seen, Tensor):
+            return self._seen
+        if self._seen is not None:
+            return self._spread(self._seen.active).index_copy_(0, self._seen.places, self._seen.values)
+        return None if self.parameter.grad is None else self._spread(self.parameter.grad)
+
+    def _spread(self, vector: Tensor) -> Tensor:
+        return vector.new_zeros(self.size).index_copy_(0, self.index.long(), vector)
+
+    def mask(self) -> Tensor:
+        return self.module.mask
+
+    def explored(self) -> int:
+        return int(get_bits(self._explored, self.size).sum())
+
+    @torch.no_grad()
+    def rewire(self, dropped: Tensor, grown: Tensor, states: Iterable[Tensor]) -> None:
+        kept = ~torch.isin(self.index, dropped.to(torch.int32))
+        self._carry(kept, grown.to(torch.int32), torch.zeros(len(grown)), states)
+
+    def _carry(self, kept: Tensor, grown: Tensor, values: Tensor, states: Iterable[Tensor]) -> None:
+        """Survivors keep their values and states; what is grown starts at `values`, and at zero in the states."""
+        index, order = torch.cat([self.index[kept], grown]).sort()
+
+        def carried(tensor: Tensor, born: Tensor) -> Tensor:
+            return torch.cat([tensor[kept], born.to(tensor.dtype)])[order]
+
+        for tensor in states:
+            tensor.data = carried(tensor, torch.zeros(len(grown)))
+        self.module.rewire(index, carried(self.parameter.detach(), values))
+        set_bits(self._explored, grown)
+        self.active = len(index)
+
+    # Gradients
+
+    def watch(self, wanted: int | None) -> None:
+        self._wanted = wanted
+        self.module.watcher = None if wanted == 0 else self._see
+
+    def _see(self, gradient: Tensor) -> None:
+        """The dense gradient of the last backward pass; only what growth can need of it is kept."""
+        flat = gradient.detach().reshape(-1)
+        if self._wanted is None:
+            self._seen = flat.clone()
+            return
+        active, size = flat[self.index.long()], flat.abs().index_fill_(0, self.index.long(), -torch.inf)
+        places = size.topk(min(self._wanted, self.size - self.active), sorted=False).indices
+        self._seen = Seen(active, places, flat[places])
+
+    def hide_inactive(self, tensor: Tensor) -> None:
+        pass
+
+    def keep_batch_gradient(self, earlier: Tensor | None) -> None:
+        pass  # what a correction adds is not in the dense gradient
+
+    def keep_dense_gradient(self) -> None:
+        pass  # `.grad` never has it
+
+    def forget_gradient(self) -> None:
+        self._seen = None
+
+    # BSR-Net
+
+    @property
+    def signs(self) -> Tensor:
+        assert self.memory is not None
+        return get_bits(self.memory, self.size, self.index).to(torch.int8) * 2 - 1
+
+    def remember_signs(self) -> None:
+        """Done when the layer was packed: here the initial weights of inactive places are gone."""
+        if self.memory is None:
+            raise UserError(f'"{self.name}" was packed without the signs of its weights: pack(model, BSRNet(...))')
+
+    def switch_off(self, where: Tensor, states: Iterable[Tensor]) -> None:
+        if bool(where.any()):
+            self._carry(~where, self.index[:0], self.parameter.detach()[:0], states)
+
+    def count(self) -> Tensor:
+        return torch.tensor(self.active)
+
+    def grow_inactive(self, ranks: Tensor, magnitude: float, states: Iterable[Tensor]) -> None:
+        # before the j-th active place, index[j] - j places are inactive
+        before = torch.searchsorted(self.index - torch.arange(self.active), ranks.long(), right=True)
+        places = (ranks.long() + before).to(torch.int32)
+        assert self.memory is not None
+        signs = get_bits(self.memory, self.size, places).float() * 2 - 1
+        self._carry(torch.ones(self.active, dtype=torch.bool), places, magnitude * signs, states)
+
+    # Save and load
+
+    def saved(self) -> Tensor:
+        return self._explored
+
+    def check(self, saved: Tensor) -> None:
+        if saved.shape != self._explored.shape or saved.dtype != torch.uint8:
+            raise UserError(f'the state of "{self.name}" is not that of {self.size} packed places: another model')
+
+    def load(self, saved: Tensor, memory: Tensor | None) -> None:
+        self._explored = saved.clone()
+        self.memory = None if memory is None else memory.clone()
+        self.active = self.parameter.numel()
+
+
+def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[Layer]:
+    """The layers of a model that `equipoise.sparse.pack` has packed; none where it has not."""
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, PackedLayer)}
+    if not modules or algorithm.sparsity == 0:
+        return []
+    if getattr(algorithm, "growth", "batch") == "corrected":
+        raise UserError('growth="corrected" needs old gradients of inactive weights: use masked storage')
+    names = {name: f"{name}.weight" for name in modules}
+    missing = {name for name, module in modules.items() if module.final is None}
+    shapes = {names[name]: module.weight_shape for name, module in modules.items()}
+    counts = active_counts(algorithm.distribution, shapes, 1 - algorithm.sparsity, model) if missing else {}
+    layers: list[Layer] = []
+    for name, module in modules.items():
+        final = counts[names[name]] if module.final is None else module.final
+        layers.append(PackedWeight(names[name], module, final))
+        algorithm.prepare(layers[-1])
+    return layers
