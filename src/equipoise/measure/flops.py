@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import UserError
+from equipoise.sparse.layout import Blocked
+from equipoise.sparse.modules import PackedLayer
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ def count(
 ) -> list[LayerCost]:
     """FLOPs of every layer for `example_input` (a batch of one gives the cost of a sample), in order of use.
 
-    `densities` gives the density of parameters by name, 1 where it has none. `example_input` is what the model is
-    called with, a tuple for several arguments. The model is run once in eval mode and left as it was.
+    `densities` gives the density of parameters by name, 1 where it has none; packed layers know theirs.
+    `example_input` is what the model is called with, a tuple for several arguments. The model is run once in eval
+    mode and left as it was.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
     density = _by_parameter(names, densities or {})
@@ -149,12 +152,15 @@ class _Product:
     weight: Tensor | None
     forward: int
     input_gradient: bool
+    packed: PackedLayer | None = None
 
     def cost(self, density: Mapping[int, float], exact: bool) -> LayerCost:
         other_gradient = self.input_gradient if self.weight is None else self.weight.requires_grad
         products = 1 + self.input_gradient + other_gradient if exact else 3
-        sparse = round(self.forward * density.get(id(self.weight), 1.0))
+        own = 1.0 if self.packed is None else self.packed.density
+        sparse = round(self.forward * density.get(id(self.weight), own))
         shape = () if self.weight is None else tuple(self.weight.shape)
+        shape = shape if self.packed is None else self.packed.weight_shape
         return LayerCost(
             self.name, self.kind, shape, self.forward, sparse, products * self.forward, products * sparse
         )
@@ -201,11 +207,21 @@ def _attention(path: str, layer: nn.MultiheadAttention, arguments: Arguments, _:
     yield _Product(f"{path}out_proj.weight", "attention", out, 2 * out.numel() * tokens[0], flows)
 
 
+def _packed(path: str, layer: PackedLayer, arguments: Arguments, output: Tensor | Blocked) -> Iterator[_Product]:
+    """Counted as the layer that was packed, under the name of its weight; a packed weight knows its own density."""
+    given, shape = arguments["x"], output.plain_shape if isinstance(output, Blocked) else output.shape
+    flops = 2 * layer.shape.weight_numel * (math.prod(shape) // layer.shape.out_channels)
+    flows = (given.data if isinstance(given, Blocked) else given).requires_grad
+    kind = type(layer).__name__.removeprefix("Packed").lower()
+    yield _Product(f"{path}weight", kind, layer.values, flops, flows, layer)
+
+
 RULES: tuple[tuple[tuple[type[nn.Module], ...], Rule], ...] = (
     ((nn.Linear,), _linear),
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
     ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _transposed),
     ((nn.MultiheadAttention,), _attention),
+    ((PackedLayer,), _packed),
 )
 """How the products of a module are read off one call of it."""
 

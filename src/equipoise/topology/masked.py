@@ -126,7 +126,7 @@ class MaskedLayer(Layer):
         inactive = (~self.mask()).reshape(-1).cumsum(0, dtype=torch.int32)
         where = _coordinates(torch.searchsorted(inactive, ranks.to(inactive.device) + 1), self.parameter.shape)
         self.parameter[where] = magnitude * self.signs[where].to(self.parameter.dtype)
-        self.places[where] = ACTIVE
+        self.places[where] = self.places.new_full((), ACTIVE)  # a number from the host would make it wait
         self.active += len(ranks)
 
     def explored(self) -> int:

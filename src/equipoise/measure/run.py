@@ -1,0 +1,135 @@
+"""Gradients of a run measured: at a checkpoint, or epoch by epoch while it trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.correction.snapshot import Snapshot
+from equipoise.errors import UserError
+from equipoise.measure.gradients import GAMMA, NOISE, measure_gradients
+from equipoise.seeds import derive
+from equipoise.train.folder import strict, strict_json
+from equipoise.train.loop import Trainer
+from equipoise.train.parts import autocast
+from equipoise.train.watch import Watcher
+
+BATCHES = 50
+
+
+def measure_trainer(
+    trainer: Trainer,
+    batches: int = BATCHES,
+    noise: float = NOISE,
+    *,
+    old: Mapping[str, Tensor] | None = None,
+    gamma: float = GAMMA,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """`measure_gradients` of a run where it stands: `Measurement.report`, and `noise`.
+
+    The batches are the first of the coming epoch, augmented, in the precision of the training and with its objective;
+    an attack is run once on the weights of now, and both gradients are of the images it found, as in a corrected
+    step. batches: how many, at most those of an epoch. old: other weights to measure against, by name; by default
+    those of now with `noise`, drawn from `seed`. `noise` is None where it was not used.
+    """
+    if batches < 2:
+        raise UserError(f"batches={batches}: a variance over batches needs at least 2 of them")
+    recipe, parts = trainer.recipe, trainer.parts
+
+    def loss(model: nn.Module, *batch: Tensor) -> Tensor:
+        with autocast(recipe, parts.device):
+            return recipe.objective.loss(model, *batch)[0]
+
+    with _training_mode(parts.model):
+        prepared = _prepared(trainer, batches)
+        found = measure_gradients(
+            parts.model, loss, prepared, old, noise=noise, topology=parts.topology, seed=derive(seed, "measure")
+        )
+    report: dict[str, Any] = strict(found.report(gamma))
+    return report | {"noise": noise if old is None else None}
+
+
+def _prepared(trainer: Trainer, count: int) -> Iterator[tuple[Tensor, ...]]:
+    """The coming epoch's first batches as steps would get them; attacks draw from a generator of their own."""
+    recipe, parts = trainer.recipe, trainer.parts
+    for i, (x, y) in enumerate(islice(parts.train.epoch(trainer.epoch), count)):
+        generator = None
+        if recipe.objective.attack_passes:
+            generator = torch.Generator(parts.device).manual_seed(derive(recipe.seed, "measure", trainer.step, i))
+        with autocast(recipe, parts.device):
+            batch = recipe.objective.prepare(parts.model, x, y, generator)
+        yield batch
+
+
+@contextmanager
+def _training_mode(model: nn.Module) -> Iterator[None]:
+    """Batch statistics, as training has them; then each module's own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+class MeasureWatcher(Watcher):
+    """Measures at the end of every so many epochs, against the weights of one epoch before.
+
+    Every measurement is a line of measure.jsonl: epoch, step, learning rate, and what `measure_trainer` returns.
+    The run itself goes on as if nobody had measured. A run that is resumed within an epoch has no weights of the
+    epoch's beginning, so that one is not measured.
+    """
+
+    def __init__(self, file: Path, every: int = 1, batches: int = BATCHES) -> None:
+        if every < 1:
+            raise UserError(f"every={every}: measure every so many epochs, at least 1")
+        self.file = file
+        self.every = every
+        self.batches = batches
+        self._before: Snapshot | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Leave out the lines of epochs that a resumed run does again."""
+        if self.file.exists():
+            kept = [line for line in read_measurements(self.file) if line["epoch"] <= trainer.epoch]
+            self.file.write_text("".join(strict_json(line) + "\n" for line in kept), encoding="utf-8")
+        if trainer.batch == 0:
+            self._remember(trainer)
+
+    def epoch(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        if self._before is not None and trainer.epoch % self.every == 0:
+            found = measure_trainer(trainer, self.batches, old=self._before.tensors)
+            place = {key: line[key] for key in ("epoch", "step", "learning_rate")}
+            with open(self.file, "a", encoding="utf-8") as file:
+                file.write(strict_json(place | found) + "\n")
+        self._remember(trainer)
+
+    def _remember(self, trainer: Trainer) -> None:
+        """The weights at the beginning of an epoch at whose end they are needed."""
+        if (trainer.epoch + 1) % self.every == 0:
+            self._before = self._before or Snapshot(trainer.parts.model)
+            self._before.take()
+
+
+def read_measurements(file: Path) -> list[dict[str, Any]]:
+    """The lines of a measure.jsonl, none where there is no such file; one that a kill cut short is left out."""
+    if not file.is_file():
+        return []
+    lines = []
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("epoch"), int):
+            lines.append(line)
+    return lines
