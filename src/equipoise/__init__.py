@@ -4,7 +4,12 @@ import equipoise as eq
 
 topology = eq.RigL(sparsity=0.9).attach(model, optimizer, total_steps=steps)
 agent = eq.Agent(gamma=0.1, smoothing=0.3).attach(model, topology)
+network = eq.load("exported.safetensors")
 """
+
+from os import PathLike
+
+from torch.nn import Module
 
 from equipoise import models
 from equipoise.correction import MVR, SAGA, SGD, SVRG, Agent, AgentMVR, AlphaSVRG, Correction, FixedC
@@ -12,6 +17,14 @@ from equipoise.errors import UserError
 from equipoise.topology import GMP, MEST, SET, SNFS, Dense, GraNet, RigL, Static, Topology
 
 __version__ = "0.1.0.dev0"
+
+
+def load(path: str | PathLike[str], dense: bool = False) -> Module:
+    """The network of a file that `equipoise export` wrote; see `equipoise.deploy.load`."""
+    from equipoise.deploy import load as load_file  # only now: `import equipoise` stays light
+
+    return load_file(path, dense)
+
 
 __all__ = [
     "GMP",
@@ -33,5 +46,6 @@ __all__ = [
     "Static",
     "Topology",
     "UserError",
+    "load",
     "models",
 ]

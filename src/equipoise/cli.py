@@ -33,6 +33,9 @@ Profile = Annotated[
     bool, typer.Option("--profile", help="Write a trace of some steps to profile.json in the folder.")
 ]
 Board = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events into the run folder.")]
+Measure = Annotated[
+    int, typer.Option("--measure", min=0, help="Measure gradients every N epochs into measure.jsonl; 0 is never.")
+]
 
 
 @app.command()
@@ -50,6 +53,7 @@ def train(
     out: Out = None,
     tensorboard: Board = False,
     profile: Profile = False,
+    measure: Measure = 0,
 ) -> None:
     """Train a recipe; the run folder gets metrics, checkpoints and the result."""
     from equipoise.train.folder import RunFolder
@@ -63,7 +67,7 @@ def train(
     made = make_recipe(raw)
     path = _new_folder(out, f"{Path(recipe).stem}-seed{made.seed}")
     trainer = Trainer(made)
-    _watch(trainer, path, tensorboard)
+    _watch(trainer, path, tensorboard, measure)
     if profile:
         trainer.watcher = Both(trainer.watcher, Profiler(path / "profile.json"))
     # the last thing that can fail, so that wrong input leaves nothing behind
@@ -72,7 +76,7 @@ def train(
 
 
 @app.command()
-def resume(run: RunArgument, tensorboard: Board = False) -> None:
+def resume(run: RunArgument, tensorboard: Board = False, measure: Measure = 0) -> None:
     """Go on with a run that was interrupted, from its newest sound checkpoint."""
     from equipoise.train.folder import RunFolder
     from equipoise.train.loop import resume as resume_run
@@ -85,7 +89,7 @@ def resume(run: RunArgument, tensorboard: Board = False) -> None:
     if trainer.epoch >= recipe.epochs and folder.has_result:
         console.print(f"{run} is finished: {trainer.epoch} epochs")
         return
-    _watch(trainer, run, tensorboard)
+    _watch(trainer, run, tensorboard, measure)
     _run(trainer, run)
 
 
@@ -152,12 +156,122 @@ def show(run: RunArgument) -> None:
     console.print(f"curves: {run / 'curves.png'}")
 
 
-def _watch(trainer: Any, path: Path, tensorboard: bool) -> None:
+@app.command()
+def study(
+    file: Annotated[str | None, typer.Argument(help="A YAML file or the name of a study; none lists them.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder of the small result files.")] = Path("results"),
+    work: Annotated[Path, typer.Option(help="Folder of the runs and their checkpoints.")] = Path("runs"),
+    data: Annotated[Path | None, typer.Option(help="Folder of the datasets.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; several GPUs are shared out among them.")] = 1,
+    only: Annotated[list[str] | None, typer.Option(help="Only this arm; may be given several times.")] = None,
+    seeds: Annotated[str, typer.Option(help="Only these of its seeds, such as 0,1.")] = "",
+    list_only: Annotated[bool, typer.Option("--list", help="Say what is there and what is missing.")] = False,
+    reproduction: Annotated[
+        Path | None, typer.Option(help="Write the page that sets all results beside the paper's, and nothing else.")
+    ] = None,
+) -> None:
+    """Run what is missing of a study: arms x seeds, one result file each."""
+    from equipoise.study.command import study_command
+
+    if not study_command(file, results, work, data, jobs, only or [], seeds, list_only, reproduction, console):
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Argument(help="File to write, such as out.safetensors.")],
+    values: Annotated[str, typer.Option(help="Values of packed weights: float32, bf16 or int8.")] = "float32",
+    format_: Annotated[str, typer.Option("--format", help="packed, onnx or state_dict.")] = "packed",
+    weights: Annotated[str, typer.Option(help="plain, reestimated (BatchNorm) or averaged.")] = "plain",
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint instead of the newest.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
+) -> None:
+    """Write a run's network to a small file that `equipoise.load` runs with the sparse kernels."""
+    from equipoise.deploy import export as deploy
+    from equipoise.deploy.table import size
+
+    deploy.check_request(out, format_, values, weights, force)
+    deploy.export(deploy.network_of(_open(run, best), weights), out, format_, values, force)
+    console.print(f"{out}: {size(out.stat().st_size)}")
+
+
+@app.command()
+def bench(
+    file: Annotated[Path, typer.Argument(help="A file that `equipoise export` wrote.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each rival; the median counts.")] = 15,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads; torch's own number by default.")] = None,
+) -> None:
+    """Size and speed of an exported file beside dense PyTorch and onnxruntime."""
+    from equipoise.deploy import bench as deploy
+    from equipoise.deploy.table import report_lines
+
+    for line in report_lines(deploy.bench(file, repeats, threads)):
+        console.print(line)
+
+
+@app.command()
+def measure(
+    run: RunArgument,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint instead of the newest.")] = False,
+    batches: Annotated[int, typer.Option(help="Training batches to measure on, at most an epoch's.")] = 50,
+    noise: Annotated[float, typer.Option(help="Standard deviation of the noise on the weights.")] = 0.015,
+    against: Annotated[
+        str | None, typer.Option(help="Instead of noise, another checkpoint: a file, or best, step-000000100, ...")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print measure.json instead of tables.")] = False,
+) -> None:
+    """Measure a checkpoint: variance and correlation of its gradients, c* and ĉ, FLOPs by layer, passes."""
+    from equipoise.measure.command import measure_command
+
+    measure_command(run, _open(run, best), batches, noise, against, as_json, console)
+
+
+@app.command()
+def theory(
+    smoothness: Annotated[float | None, typer.Option("--L", help="Smoothness; that of mu = 1/4 by default.")] = None,
+    eta: Annotated[float, typer.Option(help="Step size.")] = 0.1,
+    c: Annotated[float, typer.Option(help="Weight of the old gradient; AGENT's is gamma times its estimate.")] = 0.1,
+    n: Annotated[int, typer.Option("--n", help="Batch size.")] = 128,
+    samples: Annotated[int, typer.Option("--N", help="Number of samples.")] = 50_000,
+    alpha: Annotated[float, typer.Option(help="Exponent of the theorem's step size.")] = 2 / 3,
+    gap: Annotated[float, typer.Option(help="Loss at the start less the least.")] = 1.0,
+    sigma: Annotated[float, typer.Option(help="The largest norm of a sample's gradient.")] = 1.0,
+    steps: Annotated[int, typer.Option(help="Steps that the bounds are after.")] = 100_000,
+    out: Annotated[Path, typer.Option(help="Picture of a small problem and its bounds.")] = Path("theory.png"),
+) -> None:
+    """Theorem 1 in numbers (nu, nu*, the bounds of AGENT, SVRG and SGD), and a small problem drawn beside them."""
+    from equipoise.measure.command import make_setting, theory_command
+
+    theory_command(make_setting(smoothness, eta, c, n, samples, alpha), gap, sigma, steps, out, console)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="A folder of results, of one study, or of a run.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write one self-contained HTML page: claims with their verdicts, curves, costs and tables."""
+    from equipoise.study.report import write_report
+
+    reading = write_report(folder, out)
+    for line in reading.problems:
+        console.print(line)
+    console.print(f"report: {out}")
+
+
+def _watch(trainer: Any, path: Path, tensorboard: bool, measure: int = 0) -> None:
     """Say what the correction will cost, and set up who looks on."""
     from equipoise.train.watch import Both, TensorBoard, Terminal, Watcher
 
     watcher: Watcher = Terminal(console, path.name)
-    trainer.watcher = Both(watcher, TensorBoard(path / "tensorboard")) if tensorboard else watcher
+    if tensorboard:
+        watcher = Both(watcher, TensorBoard(path / "tensorboard"))
+    if measure:
+        from equipoise.measure import MeasureWatcher
+
+        watcher = Both(watcher, MeasureWatcher(path / "measure.jsonl", measure))
+    trainer.watcher = watcher
     if trainer.recipe.correction.corrects:
         plan = trainer.parts.correction.plan(len(trainer.parts.train))
         plan.check(trainer.parts.device)
