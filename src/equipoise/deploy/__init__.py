@@ -1,0 +1,7 @@
+"""Deployment: trained networks as small files, and modules that run from them with the sparse kernels."""
+
+from equipoise.deploy.loading import load
+from equipoise.deploy.network import Blueprint, Network
+from equipoise.deploy.packed import read_packed, write_packed
+
+__all__ = ["Blueprint", "Network", "load", "read_packed", "write_packed"]
