@@ -1,0 +1,228 @@
+"""Comparing arms fairly: at equal epochs, equal gradient evaluations and equal time, seed by seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from equipoise.study.metrics import LOWER_IS_BETTER, METRICS
+from equipoise.study.results import Claim, Epoch, Result, Study
+
+Axis = Literal["epochs", "evaluations", "seconds"]
+AXES: tuple[Axis, ...] = ("epochs", "evaluations", "seconds")
+
+
+# What a run has cost
+
+
+def gradient_evaluations(passes: Mapping[str, float]) -> float:
+    """Passes in units of a plain one over a batch: (forward + 2·backward + 2·attack) / 3.
+
+    A backward pass to the weights counts as two forward ones; an attack's pass, forward and then backward to the
+    images alone, as two.
+    """
+    forward, backward, attack = (passes.get(kind, 0.0) for kind in ("forward", "backward", "attack"))
+    return (forward + 2 * backward + 2 * attack) / 3
+
+
+def position(epoch: Epoch, axis: Axis) -> float | None:
+    """Where an epoch's end stands on an axis, or None where it is not known.
+
+    evaluations: plain passes over the training images, so that one epoch of SGD counts 1 whatever its batch size.
+    """
+    if axis == "epochs":
+        return float(epoch.epoch)
+    if axis == "seconds":
+        return epoch.seconds
+    steps_an_epoch = epoch.step / epoch.epoch
+    return gradient_evaluations(epoch.passes) / steps_an_epoch if epoch.passes else None
+
+
+def cost_of_epoch(result: Result) -> float | None:
+    """Gradient evaluations of an epoch as a multiple of SGD's, on average over the run."""
+    total = position(result.epochs[-1], "evaluations")
+    return None if total is None else total / result.epochs[-1].epoch
+
+
+# Over seeds
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation (n - 1) over seeds; std is None for a single one."""
+
+    mean: float
+    std: float | None
+    count: int
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """None where there is no value."""
+    if not values:
+        return None
+    if not all(map(math.isfinite, values)):
+        return Spread(math.inf, None, len(values))
+    std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return Spread(float(np.mean(values)), std, len(values))
+
+
+def paired_p(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Two-sided p of the paired t-test; None for fewer than two pairs and where all differences are the same."""
+    if len(first) < 2 or not all(map(math.isfinite, [*first, *second])):
+        return None
+    difference = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
+    if np.ptp(difference) <= 1e-12 * max(1.0, float(np.abs(difference).max())):
+        return None
+    from scipy.stats import ttest_rel
+
+    return float(ttest_rel(first, second).pvalue)
+
+
+def values_of(
+    results: Sequence[Result], metric: str, at: int | None = None, way: str = "plain", threshold: float | None = None
+) -> dict[int, float]:
+    """A metric by seed, for the seeds that have it."""
+    function = METRICS[metric]
+    found = {result.seed: function(result, at, way, threshold) for result in results}
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
+# At equal cost
+
+
+def budgets(study: Study, axis: Axis) -> dict[int, float]:
+    """What every arm can spend, by seed: as much as the cheapest arm that has the seed spent in all."""
+    found: dict[int, float] = {}
+    for results in study.results.values():
+        for result in results:
+            spent = position(result.epochs[-1], axis)
+            if spent is not None:
+                found[result.seed] = min(spent, found.get(result.seed, math.inf))
+    return found
+
+
+def at_equal(study: Study, axis: Axis, way: str = "plain") -> dict[str, dict[int, float]]:
+    """Accuracy by arm and seed at the epoch that ends nearest to the seed's budget, half an epoch beyond at most.
+
+    Nothing is interpolated. The half epoch keeps arms of equal cost from losing an epoch to the jitter of clocks.
+    """
+    limits = budgets(study, axis)
+    return {
+        arm: {
+            result.seed: reached
+            for result in results
+            if result.seed in limits and (reached := _within(result, axis, limits[result.seed], way)) is not None
+        }
+        for arm, results in study.results.items()
+    }
+
+
+def _within(result: Result, axis: Axis, budget: float, way: str) -> float | None:
+    affordable, before = None, 0.0
+    for epoch in result.epochs:
+        spent = position(epoch, axis)
+        if spent is None:
+            continue
+        if before + spent > 2 * budget * (1 + 1e-9):  # more than half of the epoch is beyond
+            break
+        affordable, before = epoch, spent
+    return None if affordable is None else affordable.scores.get(way)
+
+
+@dataclass(frozen=True)
+class Point:
+    """An epoch of an arm: where it stands on the axes, and a value with its deviation over seeds."""
+
+    x: Mapping[Axis, float | None]
+    y: Spread
+
+
+def curve(results: Sequence[Result], pick: Callable[[Epoch], float | None]) -> list[Point]:
+    """A value over the epochs that every seed has, with the mean position on each axis."""
+    by_epoch = [{e.epoch: e for e in result.epochs} for result in results]
+    shared = sorted(set.intersection(*map(set, by_epoch))) if by_epoch else []
+    points = []
+    for number in shared:
+        epochs = [epochs[number] for epochs in by_epoch]
+        values = [y for e in epochs if (y := pick(e)) is not None]
+        found = spread(values)
+        if found is not None and len(values) == len(epochs):
+            points.append(Point({axis: _mean([position(e, axis) for e in epochs]) for axis in AXES}, found))
+    return points
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known and len(known) == len(values) else None
+
+
+# Claims
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a claim. gain: how much better, seed by seed, in the metric's own unit; positive as claimed."""
+
+    word: Literal["holds", "holds in part", "does not hold", "not run"]
+    why: str = ""
+    better: Spread | None = None
+    than: Spread | None = None
+    gain: Spread | None = None
+    p: float | None = None
+    reduction: float | None = None
+
+
+def judge(study: Study, claim: Claim) -> Verdict:
+    """`holds` where every seed agrees with the claim, `holds in part` where only the mean over seeds does.
+
+    Only seeds that both arms have count, each paired with itself; p is that of the paired t-test.
+    """
+    if claim.metric not in METRICS:
+        return Verdict("not run", f"no metric is called {claim.metric}")
+    sides: list[dict[int, float]] = []
+    for arm in (claim.better, claim.than):
+        if not study.results.get(arm):
+            return Verdict("not run", f"{arm} has no finished seed")
+        found = values_of(study.results[arm], claim.metric, claim.at, claim.way, claim.threshold)
+        if not found:
+            return Verdict("not run", f"{arm} has no {claim.metric}{_where(claim)}")
+        sides.append(found)
+    seeds = sorted(set(sides[0]) & set(sides[1]))
+    if not seeds:
+        return Verdict("not run", f"{claim.better} and {claim.than} have no seed in common")
+    better, than = ([side[seed] for seed in seeds] for side in sides)
+    sign = -1 if claim.metric in LOWER_IS_BETTER else 1
+    gains = [sign * (a - b) if a != b else 0.0 for a, b in zip(better, than, strict=True)]
+    return Verdict(
+        _word(gains),
+        better=spread(better),
+        than=spread(than),
+        gain=spread(gains),
+        p=paired_p(better, than),
+        reduction=reduction(better, than) if claim.metric in LOWER_IS_BETTER else None,
+    )
+
+
+def _word(gains: Sequence[float]) -> Literal["holds", "holds in part", "does not hold"]:
+    if all(gain > 0 for gain in gains):
+        return "holds"
+    return "holds in part" if sum(gains) > 0 else "does not hold"
+
+
+def _where(claim: Claim) -> str:
+    where = "" if claim.at is None else f" at epoch {claim.at}"
+    if claim.metric == "epochs-to" and claim.threshold is None:
+        where += " without a threshold"
+    return where if claim.way == "plain" else f"{where} ({claim.way})"
+
+
+def reduction(better: Sequence[float], than: Sequence[float]) -> float | None:
+    """By how many percent the first is smaller, 100·(1 - better/than), mean of pairs; None if one never does."""
+    pairs = list(zip(better, than, strict=True))
+    if not pairs or any(not math.isfinite(a) or not math.isfinite(b) or b == 0 for a, b in pairs):
+        return None
+    return float(np.mean([100 * (1 - a / b) for a, b in pairs]))

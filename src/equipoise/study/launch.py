@@ -1,0 +1,147 @@
+"""Where jobs run: here, one after the other, or in processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
+from typing import Protocol, TypeVar
+
+from equipoise.errors import UserError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A job that came to no result: why, in one line, and where, unless the reason is wrong input."""
+
+    line: str
+    traceback: str = ""
+
+
+class Launcher(Protocol):
+    """Maps a list of jobs: each with its result or its failure, in the order in which they are done.
+
+    `work` is a function of a module and a job can be pickled, so that both can go to another process or machine.
+    """
+
+    def __call__(
+        self, work: Callable[[Job], Result], jobs: Sequence[Job]
+    ) -> Iterator[tuple[Job, Result | Failure]]: ...
+
+
+def here(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[Job, Result | Failure]]:
+    """In this process, one after the other: what is compiled or tuned for one job serves the next."""
+    for job in jobs:
+        yield job, attempt(work, job)
+
+
+def processes(count: int) -> Launcher:
+    """In so many processes, each of which takes the next job when it is done with one.
+
+    Where there are several GPUs, the processes are given them in turn; the cores are shared out evenly.
+    """
+    if count < 1:
+        raise UserError(f"{count} processes: at least one")
+
+    def launch(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[Job, Result | Failure]]:
+        waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[Job, Result | Failure]] = queue.SimpleQueue()
+        for job in jobs:
+            waiting.put(job)
+        gpus = visible_gpus()
+        for slot in range(min(count, len(jobs))):
+            gpu = gpus[slot % len(gpus)] if len(gpus) > 1 else None
+            threading.Thread(target=_serve, args=(work, waiting, done, gpu, count), daemon=True).start()
+        try:
+            for _ in jobs:
+                yield done.get()
+        finally:
+            _drain(waiting)  # where this is broken off, no further job is begun
+
+    return launch
+
+
+def _drain(waiting: queue.SimpleQueue[Job]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            waiting.get_nowait()
+
+
+def attempt(work: Callable[[Job], Result], job: Job) -> Result | Failure:
+    """Do it. An error becomes words at once: while it lives, so does all that its frames hold, a model say."""
+    try:
+        return work(job)
+    except UserError as error:
+        return Failure(_one_line(str(error)))
+    except Exception as error:
+        return Failure(_one_line(f"{type(error).__name__}: {error}"), traceback.format_exc())
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def _serve(
+    work: Callable[[Job], Result],
+    waiting: queue.SimpleQueue[Job],
+    done: queue.SimpleQueue[tuple[Job, Result | Failure]],
+    gpu: str | None,
+    sharers: int,
+) -> None:
+    """Hand one job after the other to a process of its own; one that dies takes only its job with it."""
+    executor: ProcessPoolExecutor | None = None
+    while True:
+        try:
+            job = waiting.get_nowait()
+        except queue.Empty:
+            break
+        if executor is None:
+            executor = ProcessPoolExecutor(1, get_context("spawn"), _begin, (gpu, sharers))
+        try:
+            done.put((job, executor.submit(attempt, work, job).result()))
+        except BrokenProcessPool:
+            done.put((job, Failure("its process was killed; run the study again to go on with it")))
+            executor = None
+        except Exception as error:  # nothing may leave the reader of `done` waiting
+            done.put((job, Failure(_one_line(f"{type(error).__name__}: {error}"), traceback.format_exc())))
+    if executor is not None:
+        executor.shutdown()
+
+
+def _begin(gpu: str | None, sharers: int) -> None:
+    """In a new process, before it touches a GPU."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    import torch
+
+    torch.set_num_threads(max(1, torch.get_num_threads() // sharers))
+
+
+def _end_with_parent() -> None:
+    """A study that is killed leaves no process behind that would go on with its job."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else f"{line[:297]}..."

@@ -1,0 +1,64 @@
+"""What is kept of a finished arm x seed: one small JSON file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from equipoise import __version__
+from equipoise.study.results import VERSION
+from equipoise.train.loop import Trainer
+from equipoise.train.recipe import split
+
+
+def record(study: str, arm: str, trainer: Trainer, result: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a comparison needs, without weights and without anything of the machine's folders."""
+    layers = {layer.name: {"size": layer.size, "active": layer.active} for layer in trainer.parts.topology.layers}
+    return {
+        "version": VERSION,
+        "study": study,
+        "arm": arm,
+        "seed": trainer.recipe.seed,
+        "finished": True,
+        "recipe": _without_root(trainer.raw),
+        "environment": environment(trainer.parts.device),
+        "epochs": trainer.history,
+        "result": dict(result),
+        "layers": layers,
+    }
+
+
+def _without_root(raw: Mapping[str, Any]) -> dict[str, Any]:
+    name, options = split(raw.get("data", "digits"), "data")
+    return {**raw, "data": {"name": name, **{key: value for key, value in options.items() if key != "root"}}}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a number may depend on beside its recipe."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "equipoise": __version__,
+        "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of this code: GIT_COMMIT, as many a CI sets it, or that of the checkout it lies in."""
+    if named := os.environ.get("GIT_COMMIT"):
+        return named
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,134 @@
+"""The data that the page's script draws: lines over time, bars of cost, dots of layer densities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from equipoise.study.compare import AXES, Spread, cost_of_epoch, curve, spread
+from equipoise.study.report.words import WAYS
+from equipoise.study.results import Epoch, Result, Study
+
+Pick = Callable[[Epoch], float | None]
+Chart = dict[str, Any]
+
+
+def charts_of(study: Study) -> list[Chart]:
+    """Every chart that the results of a study have data for."""
+    split = next((r.epochs[-1].split for rs in study.results.values() for r in rs), "test")
+    accuracy = {label: _score(way) for way, label in WAYS.items()}
+    correction = {"c": "c", "ĉ": "c_hat", "weight γc": "weight", "variance left": "variance_left"}
+    training = {"loss": "train_loss", "explored": "exploration", "density": "density"}
+    measured = {"correlation": "correlation", "c*": "c_star", "ĉ": "c_hat", "variance": "variance"}
+    found = [
+        _lines(study, f"Accuracy on {split} images", "percent", accuracy),
+        _bars(study, "Cost", COSTS),
+        _lines(study, "Correction", "number", {k: _in("correction", v) for k, v in correction.items()}),
+        _lines(study, "Training", "number", {k: _field(v) for k, v in training.items()}),
+        _lines(
+            study,
+            "Gradients, measured along training",
+            "number",
+            {k: _in("measured", v) for k, v in measured.items()},
+        ),
+        _bars(study, "Gradients on the final weights", MEASURED),
+        _dots(study),
+    ]
+    return [chart for chart in found if chart is not None]
+
+
+def _score(way: str) -> Pick:
+    return lambda epoch: epoch.scores.get(way)
+
+
+def _in(part: str, key: str) -> Pick:
+    return lambda epoch: getattr(epoch, part).get(key)
+
+
+def _field(name: str) -> Pick:
+    return lambda epoch: getattr(epoch, name)
+
+
+def _lines(study: Study, title: str, form: str, views: dict[str, Pick]) -> Chart | None:
+    """Curves with bands over seeds. A point is [epochs, evaluations, seconds, mean, std or null]."""
+    drawn = []
+    for label, pick in views.items():
+        series = []
+        for i, results in enumerate(study.results.values()):
+            points = [[*(_short(p.x[axis]) for axis in AXES), *_pair(p.y)] for p in curve(results, pick)]
+            if points:
+                series.append({"arm": i, "points": points})
+        if series:
+            drawn.append({"label": label, "series": series})
+    return {"kind": "lines", "title": title, "form": form, "views": drawn} if drawn else None
+
+
+def _pair(found: Spread) -> list[float | None]:
+    return [_short(found.mean), _short(found.std)]
+
+
+def _seconds_an_epoch(result: Result) -> float | None:
+    last = result.epochs[-1]
+    return None if last.seconds is None else last.seconds / last.epoch
+
+
+def _gigabytes(result: Result) -> float | None:
+    peaks = [epoch.peak_memory for epoch in result.epochs if epoch.peak_memory is not None]
+    return max(peaks) / 1e9 if peaks else None
+
+
+def _measure(key: str) -> Callable[[Result], float | None]:
+    return lambda result: result.measured.get(key)
+
+
+COSTS: dict[str, Callable[[Result], float | None]] = {
+    "gradient evaluations of an epoch, SGD = 1": cost_of_epoch,
+    "training seconds of an epoch": _seconds_an_epoch,
+    "peak memory, GB": _gigabytes,
+}
+MEASURED = {
+    "variance of the mini-batch gradient": _measure("variance"),
+    "correlation after a perturbation of the weights": _measure("correlation"),
+    "best coefficient c*": _measure("c_star"),
+}
+
+
+def _bars(study: Study, title: str, views: dict[str, Callable[[Result], float | None]]) -> Chart | None:
+    """For each quantity a bar an arm: [arm, mean, std or null]."""
+    groups = []
+    for label, pick in views.items():
+        rows = []
+        for i, results in enumerate(study.results.values()):
+            values = [value for result in results if (value := pick(result)) is not None]
+            if (found := spread(values)) is not None:
+                rows.append([i, *_pair(found)])
+        if rows:
+            groups.append({"label": label, "rows": rows})
+    return {"kind": "bars", "title": title, "groups": groups} if groups else None
+
+
+def _dots(study: Study) -> Chart | None:
+    """Density of each layer; arms whose layers have the same densities share their dots."""
+    sizes: dict[str, int] = {}
+    for results in study.results.values():
+        sizes |= {name: size for result in results for name, (size, _) in result.layers.items()}
+    series: list[dict[str, Any]] = []
+    for i, results in enumerate(study.results.values()):
+        densities = [_density(results, name) for name in sizes]
+        same = next((s for s in series if s["densities"] == densities), None)
+        if same is not None:
+            same["arms"].append(i)
+        elif any(density is not None for density in densities):
+            series.append({"arms": [i], "densities": densities})
+    layers = [[name, size] for name, size in sizes.items()]
+    return {"kind": "dots", "title": "Density by layer", "layers": layers, "series": series} if series else None
+
+
+def _density(results: Sequence[Result], layer: str) -> float | None:
+    """The mean over seeds."""
+    pairs = [result.layers[layer] for result in results if layer in result.layers]
+    return _short(sum(active / size for size, active in pairs) / len(pairs)) if pairs else None
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")

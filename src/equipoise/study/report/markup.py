@@ -1,0 +1,66 @@
+"""HTML in which text from files is escaped unless it is known to be markup."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+VOID = frozenset({"meta", "br", "hr"})
+
+
+class Markup(str):
+    """Text that is HTML already. Only the functions of this file make it."""
+
+    __slots__ = ()
+
+
+def tag(name: str, /, *children: str | Iterable[str], **attributes: str | int | bool | None) -> Markup:
+    """An element. Children that are not Markup are escaped, and so are attributes; `class_` is `class`.
+
+    An attribute that is True stands by its name alone; one that is None or False is left out.
+    """
+    words = [name]
+    for key, value in attributes.items():
+        key = key.rstrip("_").replace("_", "-")
+        if value is True:
+            words.append(key)
+        elif value is not None and value is not False:
+            words.append(f'{key}="{html.escape(str(value))}"')
+    start = f"<{' '.join(words)}>"
+    return Markup(start if name in VOID else f"{start}{join(children)}</{name}>")
+
+
+def join(children: Iterable[str | Iterable[str]]) -> Markup:
+    """Elements and texts one after the other."""
+    return Markup("".join(_escaped(child) for child in children))
+
+
+def _escaped(child: str | Iterable[str]) -> str:
+    if isinstance(child, Markup):
+        return str(child)
+    return html.escape(child) if isinstance(child, str) else join(child)
+
+
+def raw(name: str, text: str, /, **attributes: str | None) -> Markup:
+    """A style or script element around text of our own, which must not end it."""
+    if f"</{name}" in text.lower():
+        raise ValueError(f"the text ends its own {name} element")
+    return Markup(f"{tag(name, **attributes).removesuffix(f'</{name}>')}{text}</{name}>")
+
+
+def embedded_json(value: Any, id_: str) -> Markup:
+    """Data for a script; what could end the element or be markup is written as \\u escapes."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return raw("script", text, type="application/json", id=id_)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> Markup:
+    """A table under its title, whose first column names the rows; on a narrow screen it scrolls by itself."""
+    head = tag("tr", [tag("th", column, scope="col") for column in columns])
+    body = [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows]
+    content = tag("table", tag("thead", head), tag("tbody", body))
+    return join([tag("h3", title), tag("div", content, class_="scroll", tabindex=0, role="region", aria_label=title)])

@@ -1,0 +1,185 @@
+"""One self-contained HTML page of studies: verdicts, charts and tables, readable without scripts and network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from equipoise.errors import UserError
+from equipoise.study.metrics import WINDOW
+from equipoise.study.reading import read_results
+from equipoise.study.report.charts import Chart, charts_of
+from equipoise.study.report.markup import Markup, embedded_json, join, raw, tag
+from equipoise.study.report.tables import arms_table, claim_item, comparison_table, paper_table, summary, verdicts_of
+from equipoise.study.report.words import plural
+from equipoise.study.results import Reading, Result, Study
+
+
+def write_report(folder: Path, out: Path) -> Reading:
+    """Read a folder of results or a run and write its page; what was read, and what could not be."""
+    reading = read_results(folder)
+    page = make_page(reading, folder.resolve().name or "results")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(page.encode("utf-8", "replace"))  # a name may hold half a surrogate pair
+    except OSError as error:
+        raise UserError(f"cannot write the report to {out}: {error.strerror}") from None
+    return reading
+
+
+def make_page(reading: Reading, name: str) -> str:
+    """The HTML of what was read."""
+    charts = [charts_of(study) for study in reading.studies]
+    style, script = (_own(file) for file in ("report.css", "report.js"))
+    title = reading.studies[0].title if len(reading.studies) == 1 else name.capitalize()
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", f"{title} · equipoise"),
+        raw("style", style),
+    )
+    body = tag(
+        "body",
+        _masthead(reading, title),
+        tag(
+            "main",
+            _claims(reading.studies),
+            [_study(i, study, charts[i], len(reading.studies) == 1) for i, study in enumerate(reading.studies)],
+            _problems(reading.problems),
+            _method(),
+        ),
+        embedded_json(_data(reading.studies, charts), "data"),
+        raw("script", script),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _own(file: str) -> str:
+    return (resources.files("equipoise.study.report") / file).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing is loaded, and nothing runs but our own style and script."""
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    return f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'"
+
+
+def _data(studies: Sequence[Study], charts: Sequence[Sequence[Chart]]) -> object:
+    return [{"arms": list(study.results), "charts": list(charts[i])} for i, study in enumerate(studies)]
+
+
+def _masthead(reading: Reading, title: str) -> Markup:
+    studies = reading.studies
+    runs = sum(len(results) for study in studies for results in study.results.values())
+    facts = [plural(len(studies), "study", "studies")] if len(studies) != 1 else []
+    facts += [plural(runs, "run")]
+    facts += [f"{plural(len(reading.problems), 'problem')} in the files"] if reading.problems else []
+    facts += _environments([r for study in studies for results in study.results.values() for r in results])
+    links = [tag("li", tag("a", study.title, href=f"#study-{i}")) for i, study in enumerate(studies)]
+    return tag(
+        "header",
+        tag("p", "equipoise", class_="mark"),
+        tag("button", "Dark or light", id="theme", type="button", hidden=True),
+        tag("h1", title),
+        tag("p", " · ".join(facts), class_="facts"),
+        tag("nav", tag("ol", links), aria_label="Studies") if len(links) > 1 else "",
+    )
+
+
+def _environments(results: Sequence[Result]) -> list[str]:
+    """Devices, versions and days, each named once."""
+    found: dict[str, None] = {}
+    for result in results:
+        place = result.environment
+        found |= dict.fromkeys(str(place[key]) for key in ("device",) if place.get(key))
+        found |= dict.fromkeys(f"{key} {place[key]}" for key in ("torch", "equipoise") if place.get(key))
+    days = sorted({str(r.environment["date"]) for r in results if r.environment.get("date")})
+    return [*found, *days[:1], *([f"to {days[-1]}"] if len(days) > 1 else [])]
+
+
+def _claims(studies: Sequence[Study]) -> Markup:
+    groups = []
+    verdicts = []
+    for i, study in enumerate(studies):
+        judged = verdicts_of(study)
+        if not judged:
+            continue
+        verdicts += [verdict for _, verdict in judged]
+        items = tag("ol", [claim_item(claim, verdict) for claim, verdict in judged], class_="claims")
+        heading = tag("h3", tag("a", study.title, href=f"#study-{i}")) if len(studies) > 1 else ""
+        groups.append(join([heading, items]))
+    if not groups:
+        return Markup("")
+    return tag("section", tag("h2", "Claims"), summary(verdicts), groups, id="claims")
+
+
+def _study(index: int, study: Study, charts: Sequence[Chart], alone: bool) -> Markup:
+    """The charts and tables of a study. alone: whether the page is about it only, and bears its title."""
+    figures = [
+        tag(
+            "figure",
+            tag("figcaption", chart["title"]),
+            tag("div", class_="drawing"),
+            class_=f"chart {chart['kind']}",
+            data_study=index,
+            data_chart=i,
+        )
+        for i, chart in enumerate(charts)
+    ]
+    return tag(
+        "section",
+        tag("h2", "Curves and tables" if alone else study.title),
+        tag("p", study.about, class_="about") if study.about else "",
+        tag("p", f"In the paper: {', '.join(study.shows)}", class_="about") if study.shows else "",
+        tag("noscript", tag("p", "The charts need scripts; the tables below hold their numbers.")) if figures else "",
+        tag("div", figures, class_="charts single" if len(study.results) == 1 else "charts"),
+        comparison_table(study) if len(study.results) > 1 else "",
+        arms_table(study),
+        paper_table(study) or "",
+        _settings(study),
+        id=f"study-{index}",
+        class_="study",
+    )
+
+
+def _settings(study: Study) -> Markup:
+    """The recipe of the first run, and what the other arms have otherwise."""
+    first = [(arm, results[0]) for arm, results in study.results.items() if results]
+    if not first:
+        return Markup("")
+    texts = []
+    for i, (arm, result) in enumerate(first):
+        own = result.recipe if not i else {k: v for k, v in result.recipe.items() if first[0][1].recipe.get(k) != v}
+        texts.append(join([tag("h4", arm), tag("pre", json.dumps(own, indent=1, ensure_ascii=False, default=str))]))
+    summary_line = tag("summary", "Settings: the first arm's recipe, and where the others differ")
+    return tag("details", summary_line, texts)
+
+
+def _problems(problems: Sequence[str]) -> Markup:
+    if not problems:
+        return Markup("")
+    items = tag("ul", [tag("li", line) for line in problems], class_="problems")
+    return tag("section", tag("h2", "What could not be used"), items, id="problems")
+
+
+def _method() -> Markup:
+    notes = {
+        "Verdicts": "A claim holds when the difference has the claimed sign in every seed, in part when only in the "
+        "mean over seeds. Seeds are paired; p is that of the two-sided paired t-test, and needs two seeds.",
+        "Numbers": "Mean ± standard deviation over seeds (n − 1). Bands in the charts are the same.",
+        "Gradient evaluations": "(forward + 2·backward + 2·attack) / 3 passes, so that one epoch of SGD counts 1.",
+        "Equal cost": "For each seed, every arm is scored at the epoch that ends nearest to what the cheapest arm "
+        "spent in all. Nothing is interpolated. Seconds are of training alone.",
+        "Noise": f"Standard deviation of the accuracy about its linear trend within {WINDOW} consecutive epochs, "
+        "averaged over all such windows.",
+        "Three scores": "Plain weights; with BatchNorm statistics estimated anew; with averaged weights.",
+    }
+    items = [join([tag("dt", name), tag("dd", text)]) for name, text in notes.items()]
+    return tag("section", tag("h2", "How to read this"), tag("dl", items), id="method")

@@ -1,0 +1,169 @@
+"""Claims with their verdicts, comparisons at equal cost, and the paper's numbers beside ours, as HTML."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from equipoise.study.compare import (
+    AXES,
+    Axis,
+    Spread,
+    Verdict,
+    at_equal,
+    budgets,
+    cost_of_epoch,
+    judge,
+    paired_p,
+    spread,
+    values_of,
+)
+from equipoise.study.metrics import LOWER_IS_BETTER, METRICS
+from equipoise.study.report.markup import Markup, join, table, tag
+from equipoise.study.report.words import UNKNOWN, WAYS, chance, gain_of, number, plural, value_of
+from equipoise.study.results import Claim, PaperValue, Result, Study
+
+SIGNS = {"holds": "✓", "holds in part": "≈", "does not hold": "✗", "not run": "·"}
+Cell = Callable[[Sequence[Result]], str]  # of an arm
+EQUAL: dict[Axis, str] = {"epochs": "epochs", "evaluations": "gradient evaluations", "seconds": "time"}
+
+
+# Claims
+
+
+def verdicts_of(study: Study) -> list[tuple[Claim, Verdict]]:
+    return [(claim, judge(study, claim)) for claim in study.claims]
+
+
+def summary(verdicts: Sequence[Verdict]) -> Markup:
+    """How many claims have which verdict."""
+    count: Counter[str] = Counter(verdict.word for verdict in verdicts)
+    boxes = [
+        tag("li", tag("b", str(count[word])), tag("span", f"{sign} {word}"), class_=f"{_class(word)} tally")
+        for word, sign in SIGNS.items()
+    ]
+    return tag("ul", boxes, class_="tallies")
+
+
+def claim_item(claim: Claim, verdict: Verdict) -> Markup:
+    """A verdict, the sentence it is about, and the numbers behind it."""
+    badge = tag("span", f"{SIGNS[verdict.word]} {verdict.word}", class_=f"badge {_class(verdict.word)}")
+    says = tag("p", claim.says, class_="says")
+    return tag("li", badge, tag("div", says, tag("p", _evidence(claim, verdict), class_="evidence")), class_="claim")
+
+
+def _class(word: str) -> str:
+    return word.replace(" ", "-")
+
+
+def _evidence(claim: Claim, verdict: Verdict) -> Markup:
+    if verdict.word == "not run" or verdict.gain is None:
+        return join([verdict.why])
+    parts: list[str] = [
+        join([claim.better, " ", tag("b", value_of(claim.metric, verdict.better))]),
+        join([claim.than, " ", tag("b", value_of(claim.metric, verdict.than))]),
+        _difference(claim, verdict.gain),
+    ]
+    if verdict.reduction is not None:
+        parts.append(f"reduction {number(verdict.reduction, 1)} %")
+    parts += [f"p = {chance(verdict.p)}".replace("= <", "<")] if verdict.p is not None else []
+    parts += [plural(verdict.gain.count, "seed"), about(claim)]
+    return join([item for part in parts for item in (part, Markup(' <span class="dot">·</span> '))][:-1])
+
+
+def _difference(claim: Claim, gain: Spread) -> str:
+    """`+0.35 points`, or `0.50 points less` where less is better."""
+    text = gain_of(claim.metric, gain)
+    if claim.metric not in LOWER_IS_BETTER or text == UNKNOWN:
+        return text
+    return f"{text.lstrip('+−')} {'less' if gain.mean >= 0 else 'more'}"
+
+
+def about(asked: Claim | PaperValue) -> str:
+    """The metric and where it is looked at, in words."""
+    metric = asked.metric if isinstance(asked, Claim) else asked.what
+    words = [metric if metric != "epochs-to" else f"epochs to {number(100 * (asked.threshold or 0))} %"]
+    words += [f"epoch {asked.at}"] if asked.at is not None else []
+    words += [WAYS.get(asked.way, asked.way)] if asked.way != "plain" else []
+    return ", ".join(words)
+
+
+# Comparisons
+
+
+def comparison_table(study: Study) -> Markup:
+    """Accuracy at equal epochs, gradient evaluations and time, and how each arm differs from the first."""
+    reached = {axis: at_equal(study, axis) for axis in AXES}
+    baseline = next((arm for arm, results in study.results.items() if results), None)
+    rows = []
+    for arm in study.results:
+        row = [arm]
+        for axis in AXES:
+            row.append(value_of("accuracy", spread(list(reached[axis][arm].values())), unit=False))
+            row.append(UNKNOWN if arm == baseline or baseline is None else _against(reached[axis], arm, baseline))
+        rows.append(row)
+    columns = [""]
+    for axis in AXES:
+        columns += [f"equal {EQUAL[axis]}: {_budget(study, axis)}", "difference (p)"]
+    return table(
+        columns, rows, f"Accuracy in percent at equal cost, plain weights, and the difference from {baseline}"
+    )
+
+
+def _against(reached: dict[str, dict[int, float]], arm: str, baseline: str) -> str:
+    """The difference from the first arm, over the seeds that both have, and the p of the paired test."""
+    seeds = sorted(set(reached[arm]) & set(reached[baseline]))
+    ours, theirs = ([reached[name][seed] for seed in seeds] for name in (arm, baseline))
+    gain = spread([a - b for a, b in zip(ours, theirs, strict=True)])
+    p = paired_p(ours, theirs)
+    return gain_of("accuracy", gain, unit=False) + ("" if p is None else f" ({chance(p)})")
+
+
+def _budget(study: Study, axis: Axis) -> str:
+    found = spread(list(budgets(study, axis).values()))
+    if found is None:
+        return "not known"
+    unit = {"epochs": "", "evaluations": " epochs of SGD", "seconds": " s"}[axis]
+    return f"{number(found.mean)}{unit}"
+
+
+def arms_table(study: Study) -> Markup:
+    """What each arm ended with and what it cost; a column that no arm has anything for is left out."""
+    columns: dict[str, Cell] = {
+        "seeds": lambda results: str(len(results)),
+        "epochs": lambda results: number(max((r.epochs[-1].epoch for r in results), default=None)),
+        **{f"test, {label}": _metric("test", way) for way, label in WAYS.items()},
+        "clean": _metric("clean"),
+        "robust": _metric("robust"),
+        "noise over 5 epochs": _metric("stability"),
+        "noise, averaged": _metric("stability", "averaged"),
+        "cost of an epoch": lambda rs: value_of(
+            "cost", spread([c for r in rs if (c := cost_of_epoch(r)) is not None])
+        ),
+        "seconds": lambda rs: value_of("cost", spread([s for r in rs if (s := r.epochs[-1].seconds) is not None])),
+    }
+    cells = {name: [cell(results) for results in study.results.values()] for name, cell in columns.items()}
+    shown = {name: column for name, column in cells.items() if any(text != UNKNOWN for text in column)}
+    rows = [[arm, *(column[i] for column in shown.values())] for i, arm in enumerate(study.results)]
+    return table(["", *shown], rows, "Final accuracies in percent, noise and cost")
+
+
+def _metric(name: str, way: str = "plain") -> Cell:
+    return lambda results: value_of(name, spread(list(values_of(results, name, way=way).values())), unit=False)
+
+
+def paper_table(study: Study) -> Markup | None:
+    """The paper's numbers beside ours."""
+    if not study.paper:
+        return None
+    rows = []
+    for value in study.paper:
+        ours = None
+        if value.what in METRICS:
+            results: Sequence[Result] = study.results.get(value.arm, ())
+            ours = spread(list(values_of(results, value.what, value.at, value.way, value.threshold).values()))
+        paper = spread([value.value])
+        difference = None if ours is None else spread([ours.mean - value.value])
+        row = [value.arm, about(value), value_of(value.what, paper), value_of(value.what, ours)]
+        rows.append([*row, gain_of(value.what, difference)])
+    return table(["", "what", "paper", "ours", "difference"], rows, "Beside the paper")

@@ -1,0 +1,183 @@
+"""The page that sets results beside the paper: every table and figure, its claims, the numbers, a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from equipoise.config import build, parse_yaml
+from equipoise.study.compare import Spread, Verdict, judge, spread, values_of
+from equipoise.study.reading import read_results
+from equipoise.study.results import Claim, PaperValue, Study
+from equipoise.study.study import Design, read_design
+
+CONTROL = "Control"  # how claims begin that are not the paper's but tests of its fairness
+SHARES = {"accuracy", "test", "clean", "robust"}
+HEAD = """# Reproduction
+
+Written by `equipoise study --reproduction FILE` from the files under `results/`; not edited by hand.
+
+For every table and figure of the paper: what it claims, the study that checks it, and what came of it. *Holds*: every
+seed agrees with every claim that was run. *Holds in part*: some claims hold, or only in the mean over seeds. *Not
+run*: no result is there. Claims that begin with "Control" are not the paper's: they ask whether the gain is due to
+something simpler, and do not count in the verdicts of the first table. Our numbers are mean ± standard deviation
+(seeds).
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A table or figure of the paper. only: a word of the claims about it. why: why it was not run."""
+
+    item: str
+    claims: str
+    studies: Sequence[str]
+    only: str = ""
+    why: str = ""
+
+
+def write_page(results: Path, page: Path) -> None:
+    """Read the results there are and write the whole page anew."""
+    found = {study.name: study for study in read_results(results).studies} if results.is_dir() else {}
+    items = paper_items()
+    names = dict.fromkeys(name for item in items for name in item.studies)
+    studies = {name: with_results(read_design(name), found.get(name)) for name in names}
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join(page_lines(items, studies)) + "\n", encoding="utf-8")
+
+
+def paper_items() -> list[Item]:
+    text = (resources.files("equipoise.study") / "paper.yaml").read_text(encoding="utf-8")
+    return [build(Item, entry, f"paper.yaml[{i}]") for i, entry in enumerate(parse_yaml(text, "paper.yaml"))]
+
+
+def with_results(design: Design, found: Study | None) -> Study:
+    """A study with the claims and numbers of its file as it is now, and what was found of its arms."""
+    results = {arm: found.results.get(arm, ()) if found is not None else () for arm in design.arms}
+    return Study(design.name, design.title, design.about, results, tuple(design.claims), tuple(design.paper))
+
+
+def page_lines(items: Sequence[Item], studies: dict[str, Study]) -> Iterator[str]:
+    yield HEAD
+    rows = [[i.item, i.claims, ", ".join(_link(name) for name in i.studies), summary(i, studies)] for i in items]
+    yield from table(["", "claims", "studies", "verdict"], rows)
+    for study in studies.values():
+        yield from section(study)
+
+
+def summary(item: Item, studies: dict[str, Study]) -> str:
+    """The verdict on a table or figure: over all claims about it that could be judged."""
+    words = [
+        judge(studies[name], claim).word
+        for name in item.studies
+        for claim in studies[name].claims
+        if _about(item, claim)
+    ]
+    judged = [word for word in words if word != "not run"]
+    ran = any(any(studies[name].results.values()) for name in item.studies)
+    if not judged and ran:
+        return f"no claim to judge{_because(item)}"
+    if not judged:
+        return f"not run{_why_not(item)}"
+    holding = judged.count("holds")
+    word = "holds" if holding == len(judged) else "holds in part"
+    if not holding and "holds in part" not in judged:
+        word = "does not hold"
+    left = f", {len(words) - len(judged)} not run" if len(judged) < len(words) else ""
+    return f"**{word}** ({holding} of {len(judged)} claims hold{left})"
+
+
+def _about(item: Item, claim: Claim) -> bool:
+    return item.only in claim.says and not claim.says.startswith(CONTROL)
+
+
+def _because(item: Item) -> str:
+    return f": {item.why}" if item.why else ""
+
+
+def _why_not(item: Item) -> str:
+    return _because(item) or ": hours of a GPU that were not spent; the study is there to run"
+
+
+def _link(name: str) -> str:
+    return f"[{name}](#{name})"
+
+
+# One study
+
+
+def section(study: Study) -> Iterator[str]:
+    """What a study is about, on what it was run, its claims and its numbers beside the paper's."""
+    yield f"\n## {study.name}\n\n{study.title}. {study.about}\n\n{_provenance(study)}"
+    if any(study.results.values()):
+        if study.claims:
+            verdicts = [(claim, judge(study, claim)) for claim in study.claims]
+            rows = [_claim_row(claim, verdict) for claim, verdict in verdicts]
+            yield ""
+            yield from table(["claim", "ours", "against", "p", "verdict"], rows)
+        yield ""
+        yield from table(["arm", "seeds", "plain", "BatchNorm re-estimated", "averaged", "seconds"], _arm_rows(study))
+    if study.paper:
+        yield ""
+        yield from table(["arm", "number", "paper", "ours"], [_paper_row(study, value) for value in study.paper])
+
+
+def _provenance(study: Study) -> str:
+    """On what it ran, and what of it did not."""
+    seen = {
+        f"{e.get('device')}, torch {e.get('torch')}, {e.get('date')}, commit {str(e.get('commit'))[:10]}"
+        for results in study.results.values()
+        for e in (result.environment for result in results)
+    }
+    if not seen:
+        return f"Not run: `equipoise study {study.name}`."
+    missing = [arm for arm, results in study.results.items() if not results]
+    return f"Run on {'; '.join(sorted(seen))}." + (f" Not run: {', '.join(missing)}." if missing else "")
+
+
+def _claim_row(claim: Claim, verdict: Verdict) -> list[str]:
+    p = "" if verdict.p is None else f"{verdict.p:.2g}"
+    word = f"{verdict.word}: {verdict.why}" if verdict.why else verdict.word
+    return [claim.says, shown(verdict.better, claim.metric), shown(verdict.than, claim.metric), p, word]
+
+
+def _arm_rows(study: Study) -> Iterator[list[str]]:
+    """The last epoch of every arm, scored three ways, and the seconds of training."""
+    for arm, results in study.results.items():
+        if not results:
+            continue
+        ways = [
+            spread([*values_of(results, "accuracy", way=w).values()]) for w in ("plain", "reestimated", "averaged")
+        ]
+        seconds = spread([s for result in results if (s := result.epochs[-1].seconds) is not None])
+        time = "" if seconds is None else f"{seconds.mean:.0f}"
+        yield [arm, ", ".join(str(r.seed) for r in results), *(shown(way, "accuracy") for way in ways), time]
+
+
+def _paper_row(study: Study, value: PaperValue) -> list[str]:
+    found = values_of(study.results[value.arm], value.what, value.at, value.way, value.threshold)
+    name = value.what if value.at is None else f"{value.what}, epoch {value.at}"
+    paper = shown(Spread(value.value, None, 1), value.what, count=False)
+    return [value.arm, name, paper, shown(spread([*found.values()]), value.what) or "not run"]
+
+
+def shown(found: Spread | None, metric: str, count: bool = True) -> str:
+    """A number with its deviation over seeds; shares in percent, others as they are."""
+    if found is None:
+        return ""
+    scale, unit = (100, " %") if metric in SHARES or metric == "stability" else (1, "")
+
+    def digits(value: float) -> str:
+        return f"{scale * value:.1f}" if unit and metric != "stability" else f"{scale * value:.{3 if unit else 4}g}"
+
+    deviation = "" if found.std is None else f" ± {digits(found.std)}"
+    return f"{digits(found.mean)}{deviation}{unit}" + (f" ({found.count})" if count else "")
+
+
+def table(columns: Sequence[str], rows: Any) -> Iterator[str]:
+    """A table in Markdown."""
+    for row in [columns, ["---"] * len(columns), *rows]:
+        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"

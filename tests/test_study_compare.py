@@ -1,0 +1,262 @@
+"""Comparisons of arms against formulas written out by other means."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.study.compare import (
+    at_equal,
+    budgets,
+    cost_of_epoch,
+    curve,
+    gradient_evaluations,
+    judge,
+    paired_p,
+    position,
+    reduction,
+    spread,
+    values_of,
+)
+from equipoise.study.metrics import METRICS
+from equipoise.study.results import Claim, Result
+from study_helpers import epoch, result, study
+
+SHARES = st.floats(0, 1, allow_subnormal=False)
+
+
+def metric(
+    name: str, found: object, at: int | None = None, way: str = "plain", threshold: float | None = None
+) -> object:
+    return METRICS[name](found, at, way, threshold)  # type: ignore[arg-type]
+
+
+# Cost
+
+
+def test_passes_count_as_the_paper_counts_them() -> None:
+    assert gradient_evaluations({"forward": 7, "backward": 7}) == 7
+    # exact AGENT, a batch: g_new, g_old and g̃ with a backward pass each, and a forward one for ĉ
+    assert gradient_evaluations({"forward": 4, "backward": 3}) == pytest.approx(10 / 3)
+    assert gradient_evaluations({"forward": 1, "backward": 1, "attack": 10}) == pytest.approx((1 + 2 + 20) / 3)
+
+
+@given(st.integers(1, 50), st.integers(1, 500))
+def test_an_epoch_of_sgd_costs_one_whatever_the_batch_size(number: int, steps: int) -> None:
+    done = number * steps
+    found = epoch(number, 0.5, step=done, passes={"forward": done, "backward": done})
+    assert position(found, "evaluations") == pytest.approx(number)
+    assert position(found, "epochs") == number
+    assert position(epoch(number, 0.5, passes={}), "evaluations") is None
+
+
+def test_cost_of_an_epoch_is_a_multiple_of_sgd() -> None:
+    assert cost_of_epoch(result("a", 0, [0.1, 0.2, 0.3], cost=3)) == pytest.approx(3)
+
+
+# Over seeds
+
+
+@given(st.lists(SHARES, min_size=2, max_size=9))
+def test_spread_is_mean_and_sample_deviation(values: list[float]) -> None:
+    found = spread(values)
+    assert found is not None
+    mean = math.fsum(values) / len(values)
+    assert found.mean == pytest.approx(mean, abs=1e-12)
+    assert found.std == pytest.approx(
+        math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)), abs=1e-9
+    )
+    assert found.count == len(values)
+
+
+def test_one_seed_has_no_deviation_and_none_no_spread() -> None:
+    assert spread([0.3]).std is None  # type: ignore[union-attr]
+    assert spread([]) is None
+
+
+def statistic(first: list[float], second: list[float]) -> float:
+    d = np.asarray(first) - np.asarray(second)
+    return float(d.mean() / (d.std(ddof=1) / math.sqrt(len(d))))
+
+
+PAIRS = st.tuples(SHARES, SHARES)
+
+
+@settings(deadline=None)  # the first call imports scipy
+@given(st.lists(PAIRS, min_size=2, max_size=3))
+def test_p_is_that_of_students_t_in_closed_form(pairs: list[tuple[float, float]]) -> None:
+    first, second = map(list, zip(*pairs, strict=True))
+    p = paired_p(first, second)
+    if np.ptp(np.subtract(first, second)) < 1e-9:
+        return
+    t = abs(statistic(first, second))
+    # Student's t with one degree of freedom is Cauchy's; with two its distribution is algebraic
+    expected = 1 - 2 / math.pi * math.atan(t) if len(pairs) == 2 else 1 - t / math.sqrt(2 + t * t)
+    assert p == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_there_is_no_p_without_two_pairs_that_differ() -> None:
+    assert paired_p([0.5], [0.4]) is None
+    assert paired_p([], []) is None
+    assert paired_p([0.5, 0.6], [0.4, 0.5]) is None
+    assert paired_p([math.inf, 0.6], [0.4, 0.5]) is None
+
+
+# Metrics
+
+
+@given(st.lists(SHARES, min_size=5, max_size=20))
+def test_stability_is_the_deviation_about_the_line_of_each_window(values: list[float]) -> None:
+    deviations = []
+    for start in range(len(values) - 4):
+        window = np.asarray(values[start : start + 5])
+        rest = window - np.polyval(np.polyfit(range(5), window, 1), range(5))
+        deviations.append(math.sqrt(float(rest @ rest) / 3))
+    assert metric("stability", result("a", 0, values)) == pytest.approx(np.mean(deviations), abs=1e-9)
+
+
+@given(st.lists(SHARES, min_size=5, max_size=12), st.floats(-1, 1))
+def test_learning_steadily_is_not_unstable(values: list[float], slope: float) -> None:
+    tilted = [value + slope * i for i, value in enumerate(values)]
+    assert metric("stability", result("a", 0, tilted)) == pytest.approx(
+        metric("stability", result("a", 0, values)), abs=1e-9
+    )
+
+
+def test_stability_needs_a_window_and_looks_no_further_than_asked() -> None:
+    quiet_then_loud = result("a", 0, [0.1, 0.2, 0.3, 0.4, 0.5, 0.1, 0.9])
+    assert metric("stability", quiet_then_loud, at=5) == pytest.approx(0, abs=1e-12)
+    assert metric("stability", quiet_then_loud) > 0.01  # type: ignore[operator]
+    assert metric("stability", quiet_then_loud, at=4) is None
+
+
+@given(st.lists(SHARES, min_size=1, max_size=15), SHARES)
+def test_epochs_to_is_the_first_that_reaches(values: list[float], threshold: float) -> None:
+    expected = next((i + 1 for i in range(len(values)) if values[i] >= threshold), math.inf)
+    assert metric("epochs-to", result("a", 0, values), threshold=threshold) == expected
+
+
+def test_accuracy_is_that_of_the_epoch_asked_for() -> None:
+    found = result(
+        "a", 0, [0.1, 0.2, 0.3], robust={"plain": {"clean": 0.7, "robust": 0.4}}, measured={"variance": 3.0}
+    )
+    assert metric("accuracy", found) == 0.3
+    assert metric("accuracy", found, at=2) == 0.2
+    assert metric("accuracy", found, at=4) is None
+    assert metric("accuracy", found, way="averaged") is None
+    assert (metric("clean", found), metric("robust", found), metric("variance", found)) == (0.7, 0.4, 3.0)
+    assert metric("correlation", found) is None
+    assert metric("epochs-to", found) is None
+    assert set(METRICS.describe().values()) & {""} == set()
+
+
+def test_reduction_is_the_mean_of_the_pairs() -> None:
+    assert reduction([10, 30], [20, 40]) == pytest.approx((50 + 25) / 2)
+    assert reduction([30], [20]) == pytest.approx(-50)
+    assert reduction([30], [math.inf]) is None
+    assert reduction([], []) is None
+
+
+# Equal cost
+
+POSITIONS = st.lists(st.floats(0.5, 3), min_size=1, max_size=8).map(np.cumsum)
+
+
+@given(POSITIONS, POSITIONS)
+def test_equal_time_is_the_epoch_that_ends_nearest_to_the_cheapest_total(one: np.ndarray, other: np.ndarray) -> None:
+    arms = {"one": one, "other": other}
+    results = [
+        Result(name, 0, tuple(epoch(i, i / 100, seconds=float(x)) for i, x in enumerate(ends, 1)))
+        for name, ends in arms.items()
+    ]
+    found = at_equal(study(*results), "seconds")
+    budget = min(one[-1], other[-1])
+    for name, ends in arms.items():
+        distances = np.abs(np.concatenate([[0.0], ends]) - budget)
+        first, second = np.sort(distances)[:2]
+        if second - first < 1e-6:
+            continue  # a tie
+        nearest = int(distances.argmin())
+        assert found[name] == ({} if nearest == 0 else {0: nearest / 100})
+
+
+def test_each_seed_has_its_own_budget_and_axis() -> None:
+    sgd = [result("SGD", seed, [0.1, 0.2, 0.3, 0.4]) for seed in (0, 1)]
+    agent = [result("AGENT", 0, [0.2, 0.4, 0.6, 0.8], cost=2, slow=4.0), result("AGENT", 1, [0.3, 0.5], cost=2)]
+    asked = study(*sgd, *agent)
+    assert budgets(asked, "epochs") == {0: 4, 1: 2}
+    assert budgets(asked, "evaluations") == {0: 4, 1: 4}
+    assert at_equal(asked, "epochs") == {"SGD": {0: 0.4, 1: 0.2}, "AGENT": {0: 0.8, 1: 0.5}}
+    assert at_equal(asked, "evaluations") == {"SGD": {0: 0.4, 1: 0.4}, "AGENT": {0: 0.4, 1: 0.5}}
+    assert at_equal(asked, "seconds")["AGENT"] == {0: 0.2, 1: 0.5}
+
+
+def test_a_jitter_of_the_clock_costs_no_epoch() -> None:
+    asked = study(result("a", 0, [0.1, 0.2, 0.3]), result("b", 0, [0.1, 0.2, 0.3], slow=1.01))
+    assert at_equal(asked, "seconds") == {"a": {0: 0.3}, "b": {0: 0.3}}
+
+
+def test_a_curve_is_the_mean_over_the_seeds_of_epochs_that_all_have() -> None:
+    results = [result("a", 0, [0.1, 0.2, 0.6]), result("a", 1, [0.3, 0.4], slow=2.0)]
+    points = curve(results, lambda e: e.scores.get("plain"))
+    assert [(p.x["epochs"], p.x["seconds"]) for p in points] == [(1, 3), (2, 6)]
+    assert [p.y.mean for p in points] == pytest.approx([0.2, 0.3])
+    assert [p.y.std for p in points] == pytest.approx([math.sqrt(0.02)] * 2)
+    assert curve([], lambda e: 0.0) == []
+
+
+# Verdicts
+
+
+def judged(better: list[float], than: list[float], name: str = "accuracy", **options: object) -> object:
+    arms = [result("B", i, [0.1, v]) for i, v in enumerate(better)] + [
+        result("T", i, [0.1, v]) for i, v in enumerate(than)
+    ]
+    return judge(study(*arms), Claim("", "B", "T", name, **options))  # type: ignore[arg-type]
+
+
+@given(st.lists(PAIRS, min_size=1, max_size=5))
+def test_a_claim_holds_in_every_seed_in_part_in_the_mean_or_not(pairs: list[tuple[float, float]]) -> None:
+    verdict = judged([a for a, _ in pairs], [b for _, b in pairs])
+    gains = [a - b for a, b in pairs]
+    if abs(sum(gains)) < 1e-9:
+        return
+    expected = "holds" if min(gains) > 0 else "holds in part" if sum(gains) > 0 else "does not hold"
+    assert verdict.word == expected  # type: ignore[attr-defined]
+    assert verdict.gain.mean == pytest.approx(np.mean(gains))  # type: ignore[attr-defined]
+
+
+def test_where_less_is_better_the_sign_turns() -> None:
+    slow, fast = [0.1] * 9 + [0.5], [0.1] * 4 + [0.5] * 6
+    arms = [result("fast", 0, fast), result("slow", 0, slow), result("never", 0, [0.1] * 10)]
+    claim = Claim("", "fast", "slow", "epochs-to", threshold=0.5)
+    verdict = judge(study(*arms), claim)
+    assert (verdict.word, verdict.gain.mean, verdict.reduction) == ("holds", 5, 50)  # type: ignore[union-attr]
+    assert judge(study(*arms), Claim("", "slow", "fast", "epochs-to", threshold=0.5)).word == "does not hold"
+    assert judge(study(*arms), Claim("", "slow", "never", "epochs-to", threshold=0.5)).word == "holds"
+    assert judge(study(*arms), Claim("", "never", "slow", "epochs-to", threshold=0.5)).word == "does not hold"
+    assert judge(study(*arms), Claim("", "never", "never", "epochs-to", threshold=0.5)).word == "does not hold"
+
+
+def test_what_was_not_run_says_why() -> None:
+    arms = [result("B", 0, [0.1]), result("T", 1, [0.2])]
+    for claim, why in (
+        (Claim("", "B", "X"), "X has no finished seed"),
+        (Claim("", "B", "T"), "B and T have no seed in common"),
+        (Claim("", "B", "T", "beauty"), "no metric is called beauty"),
+        (Claim("", "B", "T", "robust"), "B has no robust"),
+        (Claim("", "B", "T", at=9), "B has no accuracy at epoch 9"),
+        (Claim("", "B", "T", "epochs-to"), "B has no epochs-to without a threshold"),
+    ):
+        verdict = judge(study(*arms), claim)
+        assert (verdict.word, verdict.why) == ("not run", why)
+
+
+def test_only_seeds_that_both_have_are_paired() -> None:
+    arms = [result("B", 0, [0.3]), result("B", 1, [0.9]), result("T", 0, [0.2]), result("T", 2, [0.99])]
+    verdict = judge(study(*arms), Claim("", "B", "T"))
+    assert verdict.word == "holds"
+    assert (verdict.gain.count, verdict.better.mean) == (1, 0.3)  # type: ignore[union-attr]
+    assert values_of(study(*arms).results["B"], "accuracy") == {0: 0.3, 1: 0.9}

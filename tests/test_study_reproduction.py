@@ -1,0 +1,100 @@
+"""The page that sets results beside the paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equipoise.study.compare import Spread
+from equipoise.study.reproduction import paper_items, shown, write_page
+from equipoise.study.results import result_file, write_result
+from equipoise.study.study import read_study
+
+
+def put(results: Path, arm: str, seed: int, accuracies: dict[int, float]) -> None:
+    """A finished result of the study of MVR with these accuracies at these epochs."""
+    epochs: list[dict[str, Any]] = [
+        {
+            "epoch": epoch,
+            "step": 10 * epoch,
+            "scores": {way: {"loss": 1.0, "accuracy": accuracy} for way in ("plain", "reestimated")},
+            "passes": {"forward": 10 * epoch, "backward": 10 * epoch},
+            "seconds": 2.0 * epoch,
+            "correction": {},
+        }
+        for epoch, accuracy in accuracies.items()
+    ]
+    environment = {"device": "cpu", "torch": "2", "date": "2026-01-02", "commit": "0123456789abcdef"}
+    value = {"version": 1, "study": "mvr", "arm": arm, "seed": seed, "finished": True, "epochs": epochs}
+    write_result(result_file(results / "mvr", arm, seed), {**value, "environment": environment})
+
+
+def row(page: str, first: str) -> list[str]:
+    """The cells of the only line of a table that begins so."""
+    lines = [line for line in page.splitlines() if line.startswith(f"| {first} |")]
+    assert len(lines) == 1
+    return [cell.strip() for cell in lines[0].strip("|").split(" | ")]
+
+
+def test_without_results_everything_is_there_and_not_run(tmp_path: Path) -> None:
+    write_page(tmp_path / "none", tmp_path / "docs/page.md")
+    page = (tmp_path / "docs/page.md").read_text()
+    for item in paper_items():
+        assert row(page, item.item)[-1].startswith("not run: ")
+        for name in item.studies:
+            assert f"\n## {name}\n" in page
+    assert "| AGENT 99 % | accuracy, epoch 20 | 69.8 % | not run |" in page
+
+
+def test_verdicts_and_numbers(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    write_result(results / "mvr/study.json", read_study("mvr").asked())
+    for seed, (mvr, both) in enumerate([((0.5, 0.7), (0.6, 0.8)), ((0.52, 0.9), (0.64, 0.85))]):
+        put(results, "MVR", seed, {20: mvr[0], 40: mvr[1]})
+        put(results, "AGENT+MVR", seed, {20: both[0], 40: both[1]})
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    # after 20 epochs better in both seeds; after 40 by 0.1 and -0.05, so only in the mean
+    assert row(page, "AGENT with MVR has a higher accuracy than MVR after 20 epochs")[1:] == [
+        "62.0 ± 2.8 % (2)",
+        "51.0 ± 1.4 % (2)",
+        "0.058",
+        "holds",
+    ]
+    assert row(page, "AGENT with MVR has a higher accuracy than MVR after 40 epochs")[-1] == "holds in part"
+    control = row(page, "Control: AGENT with MVR is better than plain SGD after 40 epochs")
+    assert control[-1] == "not run: SGD has no finished seed"
+    assert row(page, "Table 5")[-1] == "**holds in part** (1 of 2 claims hold, 6 not run)"
+    assert "| MVR | accuracy, epoch 20 | 62.6 % | 51.0 ± 1.4 % (2) |" in page
+    assert "| MVR | 0, 1 | 80.0 ± 14.1 % (2) | 80.0 ± 14.1 % (2) |  | 80 |" in page
+    assert "Run on cpu, torch 2, 2026-01-02, commit 0123456789. Not run: SGD." in page
+    assert row(page, "Table 1 TRADES")[-1].startswith("not run")
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [
+        ((0.1, 0.1), "**holds** (2 of 2"),
+        ((-0.1, 0.1), "**holds in part** (1 of 2"),
+        ((-0.1, -0.1), "**does not hold**"),
+    ],
+)
+def test_the_verdict_on_a_table_is_over_its_claims(tmp_path: Path, gains: tuple[float, float], verdict: str) -> None:
+    results = tmp_path / "results"
+    put(results, "MVR", 0, {20: 0.5, 40: 0.5})
+    put(results, "AGENT+MVR", 0, {20: 0.5 + gains[0], 40: 0.5 + gains[1]})
+    put(results, "SGD", 0, {20: 0.9, 40: 0.9})  # a control that fails does not count
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert row(page, "Table 5")[-1].startswith(verdict)
+    assert row(page, "Control: AGENT with MVR is better than plain SGD after 40 epochs")[-1] == "does not hold"
+
+
+def test_numbers_are_shown_in_their_units() -> None:
+    assert shown(None, "accuracy") == ""
+    assert shown(Spread(0.12345, None, 1), "robust") == "12.3 % (1)"
+    assert shown(Spread(0.0123, 0.001, 2), "stability") == "1.23 ± 0.1 % (2)"
+    assert shown(Spread(12.0, 1.5, 3), "epochs-to") == "12 ± 1.5 (3)"
+    assert shown(Spread(0.6005, None, 1), "correlation", count=False) == "0.6005"
