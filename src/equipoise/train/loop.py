@@ -276,7 +276,8 @@ class Trainer:
         line = strict(self._line(scores))
         self.history.append(line)
         accuracy = max(score.accuracy for score in scores.values())
-        is_best, self.best = accuracy > self.best, max(accuracy, self.best)
+        is_best = self.recipe.checkpoint.best and accuracy > self.best
+        self.best = max(accuracy, self.best)
         self.epoch, self.batch = self.epoch + 1, 0
         self.meter = Meter(self.parts.device)
         if self.folder is not None:

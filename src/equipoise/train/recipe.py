@@ -52,11 +52,14 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """every: epochs between checkpoints. steps: also every so many steps; 0 is never. keep: how many."""
+    """every: epochs between checkpoints. steps: also every so many steps; 0 is never. keep: how many. best: also one
+    at every epoch that is the best so far, which is kept.
+    """
 
     every: int = 1
     steps: int = 0
     keep: int = 2
+    best: bool = True
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.keep < 1 or self.steps < 0:
