@@ -81,7 +81,7 @@ def _input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, 
 def _weight_grad(x: Tensor, dy: Tensor, values: Tensor, pattern: Pattern, bias: bool) -> tuple[Tensor, Tensor | None]:
     taps = pattern.forward
     dy = arena.with_border(dy, NO_BORDER)
-    taps.load(values, x.stride(1), x.stride(2))
+    taps.place(x.stride(1), x.stride(2))
     dvalues = torch.empty_like(values)
     dbias = values.new_empty(pattern.shape.out_channels) if bias else None
     kernels.library().eq_conv_grad(

@@ -112,10 +112,14 @@ class Taps:
 
     def load(self, values: Tensor, channel_step: int, row_step: int) -> None:
         """Put weights, and offsets for a blocked source map with these steps, into the taps."""
+        self.place(channel_step, row_step)
+        self.set_weights(values)
+
+    def place(self, channel_step: int, row_step: int) -> None:
+        """Offsets alone, which is all that the gradient of the weights needs."""
         if self._steps != (channel_step, row_step):
             self.set_offsets(channel_step, self._tap_offsets(row_step))
             self._steps = (channel_step, row_step)
-        self.set_weights(values)
 
     def set_offsets(self, channel_step: int, tap_offsets: Tensor) -> None:
         """Offset of a tap: its source channel times a step, plus that of its place in the kernel."""

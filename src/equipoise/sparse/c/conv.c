@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #define MAX_TILE 8
+#define CACHED_SUMS (1 << 20) /* bytes of sums that stay in the second-level cache */
 
 /* A wide tile spares work per tap; a narrow one keeps more planes in cache, and wins where these are many. */
 static int64_t tile_width(const map *x, int64_t taps, int64_t rows) {
@@ -26,7 +27,7 @@ INLINE void fetch_next(const tile *next, const map *x, int64_t reach, int64_t y_
                        int64_t rows, const int T) {
     for (int64_t c = x->c * row / rows; c < x->c * (row + 1) / rows; c++)
         for (int i = 0; i < T; i++) __builtin_prefetch(next->x[i] + c * x->sc + reach);
-    for (int i = 0; i < T; i++) {
+    for (int i = 0; i < T && y_row >= 0; i++) {
         if (write)
             __builtin_prefetch(next->y[i] + y_row, 1);
         else
@@ -51,17 +52,17 @@ typedef struct {
     int64_t blocks;
     int64_t reach; /* the furthest offset of a tap within a plane */
     const float *bias;
-    int relu;
+    int relu, stream;
 } conv_work;
 
 INLINE void conv_rows(const conv_work *a, const tile *t, const tile *next, int64_t block, const int64_t from,
-                      const int64_t end, const int T) {
+                      const int64_t end, const int T, const int past) {
     const int32_t *start = a->start + block * a->y->c;
     const int first = block == 0, last = block == a->blocks - 1;
     for (int64_t row = from; row < end; row++) {
         const tap *k = a->taps + start[row], *stop = a->taps + start[row + 1];
         const int64_t to = row * a->y->sc;
-        if (last && next) fetch_next(next, a->x, a->reach, to, 1, row - from, end - from, T);
+        if (last && next) fetch_next(next, a->x, a->reach, past ? -1 : to, 1, row - from, end - from, T);
         if (k == stop && !first && !(last && a->relu)) continue;
         vec acc[MAX_TILE][2];
         if (first) {
@@ -86,24 +87,28 @@ INLINE void conv_rows(const conv_work *a, const tile *t, const tile *next, int64
             for (int i = 0; i < T; i++) acc[i][0] = relu(acc[i][0]), acc[i][1] = relu(acc[i][1]);
         }
 #pragma GCC unroll 8
-        for (int i = 0; i < T; i++) store(t->y[i] + to, acc[i][0]), store(t->y[i] + to + 8, acc[i][1]);
+        for (int i = 0; i < T; i++) {
+            if (past)
+                stream(t->y[i] + to, acc[i][0]), stream(t->y[i] + to + 8, acc[i][1]);
+            else
+                store(t->y[i] + to, acc[i][0]), store(t->y[i] + to + 8, acc[i][1]);
+        }
     }
 }
 
+#define FOR_EACH_TILE_WIDTH(CASE) CASE(8) CASE(7) CASE(6) CASE(5) CASE(4) CASE(3) CASE(2) CASE(1)
+
 CLONES static void conv_tile(const conv_work *a, const tile *t, const tile *next, int count, int64_t row,
                              int64_t end) {
-    for (int64_t b = 0; b < a->blocks; b++) {
-        switch (count) {
-        case 8: conv_rows(a, t, next, b, row, end, 8); break;
-        case 7: conv_rows(a, t, next, b, row, end, 7); break;
-        case 6: conv_rows(a, t, next, b, row, end, 6); break;
-        case 5: conv_rows(a, t, next, b, row, end, 5); break;
-        case 4: conv_rows(a, t, next, b, row, end, 4); break;
-        case 3: conv_rows(a, t, next, b, row, end, 3); break;
-        case 2: conv_rows(a, t, next, b, row, end, 2); break;
-        default: conv_rows(a, t, next, b, row, end, 1);
-        }
-    }
+#define CASE(T)                                              \
+    case T:                                                  \
+        if (a->stream)                                       \
+            conv_rows(a, t, next, b, row, end, T, 1);        \
+        else                                                 \
+            conv_rows(a, t, next, b, row, end, T, 0);        \
+        break;
+    for (int64_t b = 0; b < a->blocks; b++) switch (count) { FOR_EACH_TILE_WIDTH(CASE) }
+#undef CASE
 }
 
 static void conv_job(const void *work, int part, int parts) {
@@ -133,7 +138,7 @@ static void conv_job(const void *work, int part, int parts) {
 /* y[row] = bias[row] + sum of weight * x[position + offset]. x's steps are per output position. */
 void eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, int64_t blocks,
              int64_t reach, const float *bias, int relu, int threads) {
-    conv_work a = {x, y, taps, start, blocks, reach, bias, relu};
+    conv_work a = {x, y, taps, start, blocks, reach, bias, relu, blocks == 1 && streams(y)};
     eq_run(conv_job, &a, threads);
 }
 
@@ -145,6 +150,8 @@ typedef struct {
     const int32_t *start, *order; /* order: place of each tap in the vector of values */
     int64_t blocks, reach;
     float *dvalues, *dbias;
+    int64_t width, tiles;
+    vec *sums; /* of every thread, where they share the tiles: one for each tap and each row */
 } grad_work;
 
 /* dot[k] += <dy tile, x tile at k's offset>, lane by lane; lanes are summed once, at the end. */
@@ -183,38 +190,38 @@ INLINE void grad_rows(const grad_work *a, const tile *t, const tile *next, int64
 
 CLONES static void grad_tile(const grad_work *a, const tile *t, const tile *next, int count, int64_t block,
                              int64_t row, int64_t end, vec *dot, vec *dbias) {
-    switch (count) {
-    case 8: grad_rows(a, t, next, block, row, end, dot, dbias, 8); break;
-    case 7: grad_rows(a, t, next, block, row, end, dot, dbias, 7); break;
-    case 6: grad_rows(a, t, next, block, row, end, dot, dbias, 6); break;
-    case 5: grad_rows(a, t, next, block, row, end, dot, dbias, 5); break;
-    case 4: grad_rows(a, t, next, block, row, end, dot, dbias, 4); break;
-    case 3: grad_rows(a, t, next, block, row, end, dot, dbias, 3); break;
-    case 2: grad_rows(a, t, next, block, row, end, dot, dbias, 2); break;
-    default: grad_rows(a, t, next, block, row, end, dot, dbias, 1);
+#define CASE(T) \
+    case T: grad_rows(a, t, next, block, row, end, dot, dbias, T); break;
+    switch (count) { FOR_EACH_TILE_WIDTH(CASE) }
+#undef CASE
+}
+
+/* The tiles from `first` to `stop`, for the rows from `row` to `end` and one block of source channels. */
+static void grad_tiles(const grad_work *a, int64_t first, int64_t stop, int64_t block, int64_t row, int64_t end,
+                       vec *dot, vec *dbias) {
+    const int64_t positions = a->dy->n * a->dy->h * a->dy->w;
+    tile now, next;
+    for (int64_t i = first; i < stop; i++) {
+        const int count = tile_at(i, a->width, positions);
+        if (i == first) place(&now, a->x, a->dy, i * a->width, count);
+        const int more = i + 1 < stop && tile_at(i + 1, a->width, positions) == count;
+        if (i + 1 < stop) place(&next, a->x, a->dy, (i + 1) * a->width, tile_at(i + 1, a->width, positions));
+        grad_tile(a, &now, more ? &next : NULL, count, block, row, end, dot, block ? NULL : dbias);
+        now = next;
     }
 }
 
-static void grad_job(const void *work, int part, int parts) {
+/* Every thread takes some of the rows: there are many taps, and their sums stay with one thread. */
+static void grad_by_rows(const void *work, int part, int parts) {
     const grad_work *a = work;
-    const int64_t positions = a->dy->n * a->dy->h * a->dy->w, rows = a->dy->c;
-    const int64_t width = tile_width(a->x, a->start[a->blocks * rows] - a->start[0], rows);
+    const int64_t rows = a->dy->c;
     const int64_t row = eq_split_rows(a->start, a->blocks, rows, part, parts);
     const int64_t end = eq_split_rows(a->start, a->blocks, rows, part + 1, parts);
-    const int64_t tiles = (positions + width - 1) / width;
-    tile now, next;
     vec *dbias = a->dbias ? eq_scratch((end - row) * sizeof(vec)) : NULL;
     for (int64_t b = 0; b < a->blocks; b++) {
         const int32_t from = a->start[b * rows + row], to = a->start[b * rows + end];
         vec *dot = eq_scratch((to - from) * sizeof(vec));
-        for (int64_t i = 0; i < tiles; i++) {
-            const int count = tile_at(i, width, positions);
-            if (!i) place(&now, a->x, a->dy, 0, count);
-            const int more = i + 1 < tiles && tile_at(i + 1, width, positions) == count;
-            if (i + 1 < tiles) place(&next, a->x, a->dy, (i + 1) * width, tile_at(i + 1, width, positions));
-            grad_tile(a, &now, more ? &next : NULL, count, b, row, end, dot, b ? NULL : dbias);
-            now = next;
-        }
+        grad_tiles(a, 0, a->tiles, b, row, end, dot, dbias);
         for (int32_t k = from; k < to; k++) a->dvalues[a->order[k]] = sum(dot[k - from]);
         free(dot);
     }
@@ -222,9 +229,40 @@ static void grad_job(const void *work, int part, int parts) {
     free(dbias);
 }
 
-void eq_conv_grad(const map *x, const map *dy, const tap *taps, const int32_t *start, const int32_t *order,
-                  int64_t blocks, int64_t reach, float *dvalues, float *dbias, int threads) {
-    grad_work a = {x, dy, taps, start, order, blocks, reach, dvalues, dbias};
-    eq_run(grad_job, &a, threads);
+/* Every thread takes some of the tiles: there are few taps, and no activation is read twice. */
+static void grad_by_tiles(const void *work, int part, int parts) {
+    const grad_work *a = work;
+    const int64_t rows = a->dy->c, taps = a->start[a->blocks * rows] - a->start[0];
+    vec *dot = a->sums + part * (taps + rows), *dbias = a->dbias ? dot + taps : NULL;
+    for (int64_t b = 0; b < a->blocks; b++)
+        grad_tiles(a, a->tiles * part / parts, a->tiles * (part + 1) / parts, b, 0, rows,
+                   dot + (a->start[b * rows] - a->start[0]), dbias);
 }
 
+static void add_up(const grad_work *a, int parts) {
+    const int64_t rows = a->dy->c, taps = a->start[a->blocks * rows] - a->start[0], step = taps + rows;
+    for (int64_t k = 0; k < step; k++) {
+        vec s = a->sums[k];
+        for (int p = 1; p < parts; p++) s += a->sums[p * step + k];
+        if (k < taps)
+            a->dvalues[a->order[a->start[0] + k]] = sum(s);
+        else if (a->dbias)
+            a->dbias[k - taps] = sum(s);
+    }
+}
+
+void eq_conv_grad(const map *x, const map *dy, const tap *taps, const int32_t *start, const int32_t *order,
+                  int64_t blocks, int64_t reach, float *dvalues, float *dbias, int threads) {
+    const int64_t count = start[blocks * dy->c] - start[0], positions = dy->n * dy->h * dy->w;
+    const int64_t width = tile_width(x, count, dy->c);
+    grad_work a = {x, dy, taps, start, order, blocks, reach, dvalues, dbias, width, (positions + width - 1) / width};
+    const int64_t room = (count + dy->c) * sizeof(vec);
+    if (threads <= 1 || room > CACHED_SUMS || a.tiles < 8 * threads) {
+        eq_run(grad_by_rows, &a, threads);
+        return;
+    }
+    a.sums = eq_scratch(room * threads);
+    eq_run(grad_by_tiles, &a, threads);
+    add_up(&a, threads);
+    free(a.sums);
+}

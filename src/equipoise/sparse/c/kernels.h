@@ -11,7 +11,7 @@
  * A pattern is a list of taps (weight, offset into the source map) sorted by (block of source channels,
  * destination channel): the taps of a block touch few enough planes to stay in the first-level cache.
  *
- * Every loop runs in an order that does not depend on the number of threads: results are reproducible.
+ * Every loop runs in an order that depends on nothing but the number of threads: results are reproducible.
  */
 #include <math.h>
 #include <stdint.h>
@@ -20,6 +20,9 @@
 
 #define EQ_ABI 1 /* raise with any change of a signature or struct, here and in kernels.py */
 #define LANES 16
+#ifndef STREAM_BYTES
+#define STREAM_BYTES (8 << 20)
+#endif
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(EQ_NO_CLONES)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -45,6 +48,16 @@ typedef struct {
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
+/* Past the caches: what is much larger than they are would only be read in to be written over. */
+INLINE void stream(float *p, vec v) {
+#if defined(__SSE__)
+    typedef float quad __attribute__((vector_size(16)));
+    __builtin_ia32_movntps(p, (quad){v[0], v[1], v[2], v[3]});
+    __builtin_ia32_movntps(p + 4, (quad){v[4], v[5], v[6], v[7]});
+#else
+    store(p, v);
+#endif
+}
 INLINE vec splat(float a) { return (vec){a, a, a, a, a, a, a, a}; }
 INLINE vec where(bits mask, vec v) { return (vec)(mask & (bits)v); }
 /* Both let NaN through, as torch does: a diverged run must not look healthy. */
@@ -57,6 +70,11 @@ INLINE float sum(vec v) {
     float s = 0;
     for (int i = 0; i < 8; i++) s += v[i];
     return s;
+}
+
+/* Whether a map is so large that writing it past the caches pays; lines must be whole. */
+INLINE int streams(const map *m) {
+    return m->n * m->c * m->h * m->w * LANES * (int64_t)sizeof(float) >= STREAM_BYTES && ((uintptr_t)m->data & 63) == 0;
 }
 
 INLINE float *at(const map *m, int64_t n, int64_t c, int64_t h) {

@@ -72,7 +72,7 @@ INLINE void prepare(const norm_work *a, int64_t c, float *scale, float *shift) {
     *shift = (a->beta ? a->beta[c] : 0) - a->mean[c] * *scale;
 }
 
-INLINE void apply(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift) {
+INLINE void apply(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift, const int past) {
     const int step = a->pool ? 2 * LANES : LANES;
     for (int64_t h = 0; h < a->out.h; h++) {
         const float *p = at(&a->y, n, c, a->pool ? 2 * h : h), *below = p + a->y.sh;
@@ -88,7 +88,10 @@ INLINE void apply(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift
                 }
                 if (r) z += load(r + i * LANES + half);
                 if (a->relu) z = relu(z);
-                store(q + i * LANES + half, z);
+                if (past)
+                    stream(q + i * LANES + half, z);
+                else
+                    store(q + i * LANES + half, z);
             }
         }
     }
@@ -97,7 +100,9 @@ INLINE void apply(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift
 CLONES static void norm_channel(const norm_work *a, int64_t c) {
     float scale, shift;
     prepare(a, c, &scale, &shift);
-    for (int64_t n = 0; n < a->y.n; n++) apply(a, n, c, splat(scale), splat(shift));
+    const int past = streams(&a->out);
+    for (int64_t n = 0; n < a->y.n; n++)
+        past ? apply(a, n, c, splat(scale), splat(shift), 1) : apply(a, n, c, splat(scale), splat(shift), 0);
 }
 
 static void norm_job(const void *work, int part, int parts) {
@@ -141,7 +146,8 @@ typedef struct {
 } channel_state;
 
 /* One plane: sums in the first pass, dy in the second. */
-INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *k, int write, const int cells) {
+INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *k, int write, const int cells,
+                       const int past) {
     const int64_t target[4] = {0, LANES, a->dy.sh, a->dy.sh + LANES};
     const int64_t side = cells == 4 ? 2 : 1;
     for (int64_t h = 0; h < a->dout.h; h++) {
@@ -157,7 +163,10 @@ INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *
                     const vec centred = v.y[j] - k->mean;
                     if (write) {
                         const vec d = k->by_g * v.g[j] + k->by_y * centred + k->constant;
-                        store(dy + yo + target[j], d * k->lanes[half]);
+                        if (past)
+                            stream(dy + yo + target[j], d * k->lanes[half]);
+                        else
+                            store(dy + yo + target[j], d * k->lanes[half]);
                     } else {
                         k->sum_g += v.g[j];
                         k->sum_gy += v.g[j] * centred;
@@ -191,7 +200,7 @@ CLONES static void norm_back_channel(const norm_work *a, int64_t c) {
     if (a->norm) {
         for (int64_t n = 0; n < a->y.n; n++) {
             k.sum_g = k.sum_gy = splat(0);
-            a->pool ? back_plane(a, n, c, &k, 0, 4) : back_plane(a, n, c, &k, 0, 1);
+            a->pool ? back_plane(a, n, c, &k, 0, 4, 0) : back_plane(a, n, c, &k, 0, 1, 0);
             sum_g += sum(k.sum_g);
             sum_gy += sum(k.sum_gy);
         }
@@ -203,9 +212,13 @@ CLONES static void norm_back_channel(const norm_work *a, int64_t c) {
         k.constant = splat(-scale * sum_g / count);
         k.by_y = splat(-scale * inv * inv * sum_gy / count);
     }
+    const int past = streams(&a->dy);
     for (int64_t n = 0; n < a->y.n; n++) {
         real_lanes(a, n, k.lanes);
-        a->pool ? back_plane(a, n, c, &k, 1, 4) : back_plane(a, n, c, &k, 1, 1);
+        if (past)
+            a->pool ? back_plane(a, n, c, &k, 1, 4, 1) : back_plane(a, n, c, &k, 1, 1, 1);
+        else
+            a->pool ? back_plane(a, n, c, &k, 1, 4, 0) : back_plane(a, n, c, &k, 1, 1, 0);
         if (a->pool) back_rest(a, n, c, &k);
     }
 }
