@@ -1,6 +1,10 @@
 """CPU benchmark: packed models with the sparse kernels against dense PyTorch, in one table.
 
-    python bench/cpu.py [--models vgg_c resnet18] [--sparsity 0.9 0.95 0.99] [--repeats 7] [--cpu-time]
+    python bench/cpu.py [--models vgg_c resnet18] [--sparsity 0.9 0.95 0.99] [--repeats 7] [--cpu-time] [--write]
+
+Beside it stand, at 99 %, the training step on sparseprop where it is installed (pip install --no-deps sparseprop,
+which picks the fastest form of every layer itself), an epoch of SET with AGENT against one of dense SGD, the size of
+the exported file, and the bytes that training holds.
 
 Every number is the median of repeats that were interleaved with those of its rivals in the same run, so that a
 busy moment of the machine meets all of them. The dense rival is the faster of NCHW and channels_last. On a machine
@@ -10,20 +14,31 @@ that others use too, `OMP_NUM_THREADS=1 ... --cpu-time` counts the time of this 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import io
+import platform
 import statistics
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from equipoise.correction import Agent
+from equipoise.deploy import Blueprint, Network, write_packed
 from equipoise.models.resnet import resnet18
 from equipoise.models.vgg import vgg_c
 from equipoise.sparse.frozen import freeze
 from equipoise.sparse.pack import pack
+from equipoise.topology import SET
 from equipoise.topology.distribution import active_counts
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"vgg_c": vgg_c, "resnet18": resnet18}
@@ -98,33 +113,180 @@ def interleaved(work: dict[str, Work], repeats: int, clock: Callable[[], float])
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def report(name: str, task: str, sparsities: list[float], times: dict[str, float]) -> None:
+def row(name: str, task: str, sparsities: list[float], times: dict[str, float]) -> str:
     dense = min(times["nchw"], times["channels_last"])
-    print(f"| {name} {task} | nchw {times['nchw']:.1f}, channels_last {times['channels_last']:.1f} |", end="")
+    cells = [f"{name} {task}", f"{times['nchw']:.1f}, {times['channels_last']:.1f}"]
     for sparsity in sparsities:
         mine = times[f"{sparsity:g}"]
         target = TARGETS.get((name, task), {}).get(sparsity)
-        print(f" {mine:.1f} ms = {dense / mine:.1f}x" + (f" (at least {target:g})" if target else "") + " |", end="")
-    print(flush=True)
+        cells.append(f"{mine:.1f} ms = {dense / mine:.1f} ×" + (f" (at least {target:g})" if target else ""))
+    return f"| {' | '.join(cells)} |"
+
+
+def sparseprop_rival(model: nn.Module, masks: dict[str, Tensor], batch: int) -> nn.Module:
+    """The same sparse weights in sparseprop's modules, chosen by its own stopwatch."""
+    from sparseprop.utils import swap_modules_with_sparse  # type: ignore[import-not-found]
+
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, mask in masks.items():
+            model.get_parameter(name).mul_(mask)
+    for module in model.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False  # their functions return views, which may not be written over
+    with contextlib.redirect_stdout(io.StringIO()):
+        return cast(nn.Module, swap_modules_with_sparse(model, (batch, 3, 32, 32)))
+
+
+def against_sparseprop(repeats: int, clock: Callable[[], float], batch: int = 128) -> str:
+    model, x, y = vgg_c(), torch.rand(batch, 3, 32, 32), torch.randint(10, (batch,))
+    masks = random_masks(model, 0.99)
+    work = {
+        "equipoise": training_step(pack(model, masks), x, y),
+        "sparseprop": training_step(sparseprop_rival(model, masks, batch), x, y),
+    }
+    times = interleaved(work, repeats, clock)
+    return (
+        f"Training step of VGG-C at 99 % on sparseprop: {times['sparseprop']:.1f} ms, here "
+        f"{times['equipoise']:.1f} ms = {times['sparseprop'] / times['equipoise']:.1f} × (at least 3)."
+    )
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def epochs(batches: list[tuple[Tensor, Tensor]]) -> dict[str, Work]:
+    """An epoch of dense SGD, and one of SET with AGENT by replay at 99 %, packed."""
+    dense = cast(Any, vgg_c()).to(memory_format=torch.channels_last).train()
+    last = [(x.to(memory_format=torch.channels_last), y) for x, y in batches]
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.01, momentum=0.9)
+
+    def dense_epoch() -> None:
+        for x, y in last:
+            optimizer.zero_grad()
+            loss_fn(dense, x, y).backward()
+            optimizer.step()
+
+    algorithm = SET(sparsity=0.99, every=len(batches))
+    sparse = pack(vgg_c(), algorithm).train()
+    stepper = torch.optim.SGD(sparse.parameters(), lr=0.01, momentum=0.9)
+    topology = algorithm.attach(sparse, stepper, 1000 * len(batches))
+    agent = Agent(way="replay", loss_share=0.1).attach(sparse, topology)  # the share of an epoch of 391 batches
+
+    def sparse_epoch() -> None:
+        agent.refresh(batches, loss_fn)
+        for x, y in batches:
+            agent.backward(loss_fn, x, y)
+            stepper.step()
+            stepper.zero_grad()
+
+    return {"dense SGD": dense_epoch, "SET with AGENT": sparse_epoch}
+
+
+def whole_epochs(repeats: int, clock: Callable[[], float]) -> str:
+    batches = [(torch.rand(128, 3, 32, 32), torch.randint(10, (128,))) for _ in range(20)]
+    times = interleaved(epochs(batches), repeats, clock)
+    dense, sparse = times.values()
+    return (
+        f"An epoch of {len(batches)} batches of SET with AGENT, `replay`, 99 %, packed, one update of the topology: "
+        f"{sparse / 1e3:.2f} s, of plain dense SGD: {dense / 1e3:.2f} s = {dense / sparse:.1f} × (at least 3.5)."
+    )
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def memory() -> str:
+    """What training holds between steps: weights, gradients, momentum, indices, bits, and AGENT's copies."""
+    x, y = torch.rand(16, 3, 32, 32), torch.randint(10, (16,))
+    dense = sum(3 * p.numel() * p.element_size() for p in vgg_c().parameters())
+    algorithm = SET(sparsity=0.99)
+    model = pack(vgg_c(), algorithm).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    topology = algorithm.attach(model, optimizer, 1000)
+    agent = Agent(way="recompute").attach(model, topology)
+    for _ in range(2):
+        agent.refresh([(x, y)] * 2, loss_fn)
+        agent.backward(loss_fn, x, y)
+        optimizer.step()
+    state = agent.state_dict()
+    coordinates = state["coordinates"]["index"]
+    held = bytes_of(model.parameters()) + bytes_of(model.buffers()) + bytes_of(p.grad for p in model.parameters())
+    held += bytes_of(t for values in optimizer.state.values() for t in values.values())
+    held += bytes_of(layer.saved() for layer in topology.layers) + bytes_of(coordinates)
+    held += bytes_of(state["snapshot"].values()) + bytes_of(state["source"].values())
+    held += bytes_of(state["statistics"]["sums"] or ())
+    return (
+        f"Weights, gradients, momentum, indices and AGENT's copies of VGG-C at 99 %, packed: {held / 1e6:.1f} MB; "
+        f"weights, gradients and momentum of dense SGD: {dense / 1e6:.1f} MB = {dense / held:.1f} × (at least 15)."
+    )
+
+
+def file_size() -> str:
+    model = vgg_c()
+    masks = random_masks(model, 0.99)
+    with torch.no_grad():
+        for name, mask in masks.items():
+            model.get_parameter(name).mul_(mask)
+    dense = bytes_of(model.state_dict().values())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "vgg_c.safetensors"
+        blueprint = Blueprint("vgg_c", {"classes": 10, "channels": 3}, (3, 32, 32), (0.0,) * 3, (1.0,) * 3)
+        write_packed(Network(blueprint, model.state_dict()), path)
+        size = path.stat().st_size
+    return (
+        f"File of VGG-C at 99 %, float32: {size / 1e6:.3f} MB of {dense / 1e6:.1f} MB = 1/{dense / size:.0f} (1/40)."
+    )
+
+
+def heading() -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return (
+        f"{date.today()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, torch "
+        f"{torch.__version__}, Python {platform.python_version()}, commit {commit or 'unknown'}; `bench/cpu.py`."
+    )
+
+
+def write(text: str) -> None:
+    """Replace the section of docs/benchmarks.md that this file owns."""
+    begin, end = "<!-- cpu -->", "<!-- /cpu -->"
+    page = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+    before, _, rest = page.read_text().partition(begin)
+    after = rest.partition(end)[2] if rest else "\n"
+    page.write_text(f"{before.rstrip()}\n\n{begin}\n## Packed models on a CPU\n\n{text}\n{end}{after}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--sparsity", nargs="+", type=float, default=[0.9, 0.95, 0.99])
     parser.add_argument("--tasks", nargs="+", default=["train", "infer 128", "infer 1"])
     parser.add_argument("--cpu-time", action="store_true", help="seconds of this process instead of the wall's")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")
     arguments = parser.parse_args()
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
-    print("| task | dense, ms |" + "".join(f" {100 * s:g} % |" for s in arguments.sparsity))
+    lines = [heading(), ""]
+    lines.append("| | dense NCHW, channels_last, ms |" + "".join(f" {100 * s:g} % |" for s in arguments.sparsity))
+    lines.append("|---|---|" + "---|" * len(arguments.sparsity))
+    print("\n".join(lines), flush=True)
     for name in arguments.models:
         for task, work in jobs(MODELS[name](), arguments.sparsity, batch=128).items():
             if task in arguments.tasks:
                 repeats = arguments.repeats * (10 if task == "infer 1" else 1)
-                report(name, task, arguments.sparsity, interleaved(work, repeats, clock))
+                lines.append(row(name, task, arguments.sparsity, interleaved(work, repeats, clock)))
+                print(lines[-1], flush=True)
+    others = [lambda: whole_epochs(3, clock), memory, file_size]
+    if find_spec("sparseprop"):
+        others.insert(0, lambda: against_sparseprop(arguments.repeats, clock))
+    for measured in others:
+        lines += ["", measured()]
+        print(lines[-1], flush=True)
+    if arguments.write:
+        write("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,14 @@ class PackedWeight(Layer):
     def explored(self) -> int:
         return int(get_bits(self._explored, self.size).sum())
 
+    def lowest(self, score: Tensor, count: int, among: Tensor | None = None, ordered: bool = False) -> Tensor:
+        """As in masked storage; looked for among the active places alone, which are few."""
+        places = self.index.long()
+        finite = score[places].nan_to_num()
+        if among is not None:
+            finite.masked_fill_(~among[places], torch.inf)
+        return places[finite.topk(count, largest=False, sorted=ordered).indices]
+
     @torch.no_grad()
     def rewire(self, dropped: Tensor, grown: Tensor, states: Iterable[Tensor]) -> None:
         kept = ~torch.isin(self.index, dropped.to(torch.int32))
@@ -105,6 +113,9 @@ class PackedWeight(Layer):
         active, size = flat[self.index.long()], flat.abs().index_fill_(0, self.index.long(), -torch.inf)
         places = size.topk(min(self._wanted, self.size - self.active), sorted=False).indices
         self._seen = Seen(active, places, flat[places])
+
+    def put_aside(self) -> list[Tensor]:
+        return [self._seen] if isinstance(self._seen, Tensor) else []
 
     def hide_inactive(self, tensor: Tensor) -> None:
         pass
