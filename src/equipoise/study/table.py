@@ -33,6 +33,15 @@ def _epoch_row(line: Mapping[str, Any], corrected: bool) -> list[str]:
     return row
 
 
+def layers_table(layers: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One row per sparse layer: its weights, and how it runs."""
+    rows = [
+        [name, str(layer["size"]), str(layer["active"]), percent(layer["active"] / layer["size"]), str(layer["runs"])]
+        for name, layer in layers.items()
+    ]
+    return make_table(["layer", "weights", "active", "density", "runs"], rows)
+
+
 def make_table(columns: Iterable[str], rows: Iterable[list[str]], title: str = "") -> Table:
     """A table that is never cut short: a console that is too narrow for it wraps its lines."""
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
