@@ -142,6 +142,26 @@ def test_a_watcher_sees_the_dense_gradient(density: float, stride: int) -> None:
     torch.testing.assert_close(found[0].double(), weight.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_growth_sees_the_sum_where_a_loss_uses_the_model_twice(density: float) -> None:
+    """As TRADES does; and of two passes the last."""
+    torch.manual_seed(0)
+    algorithm = SNFS(sparsity=0.4, every=3, distribution={"*": density})
+    model = pack(nn.Sequential(nn.Flatten(), nn.Linear(12, 7)), algorithm)
+    topology = algorithm.attach(model, sgd(model), STEPS)
+    (layer,) = topology.layers
+    x, other = torch.randn(9, 12), torch.randn(9, 12)
+    model(x).square().sum().backward()  # its step is not taken
+    (model(x).square().sum() + model(other).pow(3).sum()).backward()
+    weight = layer.weight.view(7, 12).double().requires_grad_()
+    bias = next(p for n, p in model.named_parameters() if n.endswith("bias")).detach().double()
+    loss = F.linear(x.double(), weight, bias).square().sum() + F.linear(other.double(), weight, bias).pow(3).sum()
+    loss.backward()
+    assert layer.gradient is not None
+    assert weight.grad is not None
+    torch.testing.assert_close(layer.gradient.double(), weight.grad.reshape(-1), rtol=1e-4, atol=1e-4)
+
+
 def test_rigl_keeps_only_the_largest_gradients_of_inactive_weights_and_only_at_updates() -> None:
     model, optimizer, topology = start(ALGORITHMS["rigl"], packed=True)
     for number, (x, y) in enumerate(batches(), 1):

@@ -58,6 +58,7 @@ class PackedLayer(nn.Module):
         self.final: int | None = None  # active weights that a topology will end with
         self.memory: Tensor | None = None  # what a topology remembers of the dense weight
         self.watcher: Watcher | None = None
+        self.uses = 0  # passes through the layer whose gradient the watcher has yet to see
         self._patterns: list[Pattern] = []
 
     @property
@@ -68,10 +69,21 @@ class PackedLayer(nn.Module):
     def weight(self) -> Tensor:
         """The dense weight, differentiable in `values`."""
         flat = self.values.new_zeros(math.prod(self.weight_shape))
-        weight = flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
-        if self.watcher is not None and weight.requires_grad:
+        return flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
+
+    def watched_weight(self) -> Tensor:
+        """The same, shown to the watcher in the backward pass."""
+        weight = self.weight
+        if self._is_watched():
+            assert self.watcher is not None
             weight.register_hook(self.watcher)
         return weight
+
+    def _is_watched(self) -> bool:
+        """Whether the gradient of this use of the weights will be shown; counts the use."""
+        watched = self.watcher is not None and self.values.requires_grad and torch.is_grad_enabled()
+        self.uses += watched
+        return watched
 
     @property
     def mask(self) -> Tensor:
@@ -122,7 +134,8 @@ class PackedLayer(nn.Module):
         return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER, relu))
 
     def _run_blocked(self, x: Blocked, border: Border, relu: bool) -> Blocked:
-        return functional.conv(x, self.values, self.bias, self.pattern, border, relu, self.watcher)
+        watcher = self.watcher if self._is_watched() else None
+        return functional.conv(x, self.values, self.bias, self.pattern, border, relu, watcher)
 
     def _run_dense(self, x: Tensor | Blocked, border: Border, relu: bool) -> Tensor | Blocked:
         out = self.dense_forward(from_blocked(x) if isinstance(x, Blocked) else x)
@@ -145,7 +158,7 @@ class PackedLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_patterns": [], "watcher": None}
+        return {**self.__dict__, "_patterns": [], "watcher": None, "uses": 0}
 
     def extra_repr(self) -> str:
         return f"{self.weight_shape}, density={self.density:.4g}, {self.how()}"
@@ -158,7 +171,7 @@ class PackedConv2d(PackedLayer):
 
     def dense_forward(self, x: Tensor) -> Tensor:
         s = self.shape
-        return F.conv2d(x, self.weight, self.bias, s.stride, s.padding, s.dilation, s.groups)
+        return F.conv2d(x, self.watched_weight(), self.bias, s.stride, s.padding, s.dilation, s.groups)
 
 
 class PackedConv1d(PackedLayer):
@@ -168,7 +181,7 @@ class PackedConv1d(PackedLayer):
 
     def dense_forward(self, x: Tensor) -> Tensor:
         s = self.shape
-        return F.conv1d(x, self.weight, self.bias, s.stride[1:], s.padding[1:], s.dilation[1:], s.groups)
+        return F.conv1d(x, self.watched_weight(), self.bias, s.stride[1:], s.padding[1:], s.dilation[1:], s.groups)
 
 
 class PackedLinear(PackedLayer):
@@ -185,7 +198,7 @@ class PackedLinear(PackedLayer):
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def dense_forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.watched_weight(), self.bias)
 
 
 def set_data(parameter: Tensor, data: Tensor) -> None:

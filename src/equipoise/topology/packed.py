@@ -38,6 +38,7 @@ class PackedWeight(Layer):
         self._explored = pack_bits(module.mask.reshape(-1))
         self._wanted: int | None = 0
         self._seen: Seen | Tensor | None = None  # a tensor: at all places
+        self._sum: Tensor | None = None  # of a pass in which the layer was used more than once, until it ends
 
     @property
     def parameter(self) -> nn.Parameter:  # type: ignore[override]
@@ -102,17 +103,24 @@ class PackedWeight(Layer):
 
     def watch(self, wanted: int | None) -> None:
         self._wanted = wanted
+        self._sum, self.module.uses = None, 0
         self.module.watcher = None if wanted == 0 else self._see
 
     def _see(self, gradient: Tensor) -> None:
-        """The dense gradient of the last backward pass; only what growth can need of it is kept."""
+        """The dense gradient of one use of the layer; TRADES uses it twice in a pass. The last pass counts."""
         flat = gradient.detach().reshape(-1)
+        self._sum = flat if self._sum is None else self._sum + flat
+        self.module.uses -= 1
+        if self.module.uses <= 0:
+            self._seen, self._sum, self.module.uses = self._needed(self._sum), None, 0
+
+    def _needed(self, flat: Tensor) -> Seen | Tensor:
+        """Only what growth can need of a dense gradient is kept."""
         if self._wanted is None:
-            self._seen = flat.clone()
-            return
+            return flat.clone()
         active, size = flat[self.index.long()], flat.abs().index_fill_(0, self.index.long(), -torch.inf)
         places = size.topk(min(self._wanted, self.size - self.active), sorted=False).indices
-        self._seen = Seen(active, places, flat[places])
+        return Seen(active, places, flat[places])
 
     def put_aside(self) -> list[Tensor]:
         return [self._seen] if isinstance(self._seen, Tensor) else []
