@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export MPLBACKEND := Agg
 
-.PHONY: demo test test-all test-gpu lint types format bench clean
+.PHONY: demo test test-all test-gpu test-faults lint types format bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -34,6 +34,10 @@ test-all: .venv/installed lint types
 # Also without .venv, where torch and the rest are already installed: make test-gpu BIN=/usr/bin
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+# Half an hour: kills, damaged files and wrong input at length; writes docs/reliability.md.
+test-faults: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py --page docs/reliability.md
 
 bench: .venv/installed
 	$(BIN)/python bench/topology.py

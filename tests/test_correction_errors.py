@@ -31,7 +31,7 @@ def test_a_loss_that_is_not_finite_names_its_batch(name: str, bad: float, monkey
         monkeypatch.setattr(correction, "_chosen", lambda total: {1, 3, 4})
         number = 4  # of the loader's batches, not of the three
     batches[number] = (torch.full_like(batches[number][0], bad), batches[number][1])
-    with pytest.raises(NonFiniteLoss, match=f"nan at batch {number} of"):
+    with pytest.raises(NonFiniteLoss, match=f"nan at batch {number + 1} of"):
         correction.refresh(batches, cross_entropy)
     assert not correction.enabled
 

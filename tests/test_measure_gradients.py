@@ -327,7 +327,7 @@ def test_wrong_input_is_told(change: dict[str, Any], told: str) -> None:
 def test_a_model_without_gradient_and_a_loss_without_number_are_told() -> None:
     with pytest.raises(UserError, match="no trainable parameter"):
         measure_gradients(linear().requires_grad_(False), loss_of, some_batches())
-    with pytest.raises(NonFiniteLoss, match="batch 0 of the measurement"):
+    with pytest.raises(NonFiniteLoss, match="batch 1 of the measurement"):
         measure_gradients(linear(), lambda *a: loss_of(*a) * float("nan"), some_batches())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 
 from equipoise.errors import UserError
+from equipoise.files import disk_is_full
 
 app = typer.Typer(
     help="Train neural networks that are sparse from the first step to the last.",
@@ -55,29 +57,38 @@ def train(
     profile: Profile = False,
     measure: Measure = 0,
 ) -> None:
-    """Train a recipe; the run folder gets metrics, checkpoints and the result."""
+    """Train a recipe; the run folder gets metrics, checkpoints and the result.
+
+    On several GPUs or processes: torchrun --nproc-per-node=N -m equipoise train RECIPE.
+    """
+    from equipoise.train.distributed import joined, restarted
     from equipoise.train.folder import RunFolder
     from equipoise.train.loop import Trainer
     from equipoise.train.profile import Profiler
     from equipoise.train.recipe import apply_overrides, make_recipe, read_recipe
     from equipoise.train.watch import Both
 
+    if restarted() and out is not None and (out / "recipe.yaml").is_file():
+        resume(out, tensorboard, measure)
+        return
     overlays = [word for word in overrides or [] if "=" not in word]
     raw = apply_overrides(read_recipe(recipe, *overlays), [word for word in overrides or [] if "=" in word])
     made = make_recipe(raw)
-    path = _new_folder(out, f"{Path(recipe).stem}-seed{made.seed}")
-    trainer = Trainer(made)
-    _watch(trainer, path, tensorboard, measure)
-    if profile:
-        trainer.watcher = Both(trainer.watcher, Profiler(path / "profile.json"))
-    # the last thing that can fail, so that wrong input leaves nothing behind
-    trainer.folder = RunFolder.create(path, trainer.raw, made.checkpoint.keep)
-    _run(trainer, path)
+    with joined(made.device) as world:
+        path = _new_folder(out, f"{Path(recipe).stem}-seed{made.seed}") if world.leads else Path()
+        trainer = Trainer(made, world=world)
+        _watch(trainer, path, tensorboard, measure)
+        if profile and world.leads:
+            trainer.watcher = Both(trainer.watcher, Profiler(path / "profile.json"))
+        # the last thing that can fail, so that wrong input leaves nothing behind
+        trainer.folder = RunFolder.create(path, trainer.raw, made.checkpoint.keep) if world.leads else None
+        _run(trainer, path)
 
 
 @app.command()
 def resume(run: RunArgument, tensorboard: Board = False, measure: Measure = 0) -> None:
     """Go on with a run that was interrupted, from its newest sound checkpoint."""
+    from equipoise.train.distributed import joined
     from equipoise.train.folder import RunFolder
     from equipoise.train.loop import resume as resume_run
     from equipoise.train.recipe import make_recipe
@@ -85,12 +96,14 @@ def resume(run: RunArgument, tensorboard: Board = False, measure: Measure = 0) -
     folder = RunFolder.open(run)
     recipe = make_recipe(folder.recipe())
     folder.store.keep = recipe.checkpoint.keep
-    trainer = resume_run(folder, recipe)
-    if trainer.epoch >= recipe.epochs and folder.has_result:
-        console.print(f"{run} is finished: {trainer.epoch} epochs")
-        return
-    _watch(trainer, run, tensorboard, measure)
-    _run(trainer, run)
+    with joined(recipe.device) as world:
+        finished = world.from_first(folder.has_result)
+        trainer = resume_run(folder, recipe, world=world)
+        if trainer.epoch >= recipe.epochs and finished:
+            console.print(f"{run} is finished: {trainer.epoch} epochs")
+            return
+        _watch(trainer, run, tensorboard, measure)
+        _run(trainer, run)
 
 
 @app.command("eval")
@@ -107,18 +120,22 @@ def evaluate(
     """Score a run's checkpoint: plain, with BatchNorm re-estimated, and with averaged weights."""
     from equipoise.study.robust import robust_table
     from equipoise.study.table import make_table, percent
+    from equipoise.train.distributed import joined
+    from equipoise.train.folder import RunFolder
 
     if attack is None and (eps is not None or images):
         raise UserError("--eps and --images are about an attack: name one with --attack, such as pgd50x10")
-    trainer = _open(run, best)
-    if split not in trainer.parts.loaders:
-        raise UserError(f'no split is called "{split}"; there is {", ".join(trainer.parts.loaders)}')
-    title = f"{run}, epoch {trainer.epoch}, {split}"
-    if attack is not None:
-        console.print(robust_table(trainer, split, attack, eps, images, title, console))
-        return
-    rows = [[way, percent(s.accuracy), f"{s.loss:.4f}", str(s.images)] for way, s in trainer.evaluate(split).items()]
-    console.print(make_table(["", "accuracy", "loss", "images"], rows, title))
+    with joined(str(RunFolder.open(run).recipe().get("device", "auto"))) as world:
+        trainer = _open(run, best, world)
+        if split not in trainer.parts.loaders:
+            raise UserError(f'no split is called "{split}"; there is {", ".join(trainer.parts.loaders)}')
+        title = f"{run}, epoch {trainer.epoch}, {split}"
+        if attack is not None:
+            console.print(robust_table(trainer, split, attack, eps, images, title, console))
+            return
+        scores = trainer.evaluate(split).items()
+        rows = [[way, percent(s.accuracy), f"{s.loss:.4f}", str(s.images)] for way, s in scores]
+        console.print(make_table(["", "accuracy", "loss", "images"], rows, title))
 
 
 @app.command("list")
@@ -138,9 +155,9 @@ def list_(
 
 @app.command()
 def show(run: RunArgument) -> None:
-    """Print a run's table and draw its curves to curves.png in its folder."""
+    """Print a run's epochs and how its layers run, and draw its curves to curves.png in its folder."""
     from equipoise.study.figure import draw_run
-    from equipoise.study.table import epochs_table
+    from equipoise.study.table import epochs_table, layers_table
     from equipoise.train.folder import RunFolder
 
     folder = RunFolder.open(run)
@@ -150,6 +167,8 @@ def show(run: RunArgument) -> None:
         return
     try:
         console.print(epochs_table(metrics, str(run)))
+        if layers := (folder.result() or {}).get("layers"):
+            console.print(layers_table(layers))
         draw_run(metrics, run / "curves.png", str(run))
     except (LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{folder.metrics_file} is not as equipoise writes it: {error!r}") from None
@@ -169,11 +188,17 @@ def study(
     reproduction: Annotated[
         Path | None, typer.Option(help="Write the page that sets all results beside the paper's, and nothing else.")
     ] = None,
+    launcher: Annotated[str, typer.Option(help="local processes, or tasks of a ray cluster.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Of the Ray cluster; one on this machine by default.")] = None,
 ) -> None:
     """Run what is missing of a study: arms x seeds, one result file each."""
     from equipoise.study.command import study_command
+    from equipoise.train.signals import stoppable
 
-    if not study_command(file, results, work, data, jobs, only or [], seeds, list_only, reproduction, console):
+    with stoppable(f"equipoise study {file}"):
+        chosen = (only or [], seeds, list_only, reproduction)
+        sound = study_command(file, results, work, data, jobs, *chosen, console, launcher, address)
+    if not sound:
         raise typer.Exit(1)
 
 
@@ -264,6 +289,10 @@ def _watch(trainer: Any, path: Path, tensorboard: bool, measure: int = 0) -> Non
     """Say what the correction will cost, and set up who looks on."""
     from equipoise.train.watch import Both, TensorBoard, Terminal, Watcher
 
+    if measure and not trainer.world.alone:
+        raise UserError("--measure looks at one process; measure the run afterwards: equipoise measure RUN")
+    if not trainer.world.leads:
+        return
     watcher: Watcher = Terminal(console, path.name)
     if tensorboard:
         watcher = Both(watcher, TensorBoard(path / "tensorboard"))
@@ -280,21 +309,27 @@ def _watch(trainer: Any, path: Path, tensorboard: bool, measure: int = 0) -> Non
 
 def _run(trainer: Any, path: Path) -> None:
     from equipoise.study.table import percent
+    from equipoise.train.layers import summary
+    from equipoise.train.signals import stoppable
 
-    result = trainer.run()
+    if trainer.parts.topology.layers:
+        console.print(f"weights: {summary(trainer.parts.topology)}")
+    with stoppable(f"equipoise resume {path}"):
+        result = trainer.run()
     scores = "  ".join(f"{way} {percent(s['accuracy'])}" for way, s in result["test"].items())
     console.print(f"test: {scores}   {path}")
 
 
-def _open(run: Path, best: bool = False) -> Any:
+def _open(run: Path, best: bool = False, world: Any = None) -> Any:
     """A trainer standing at the run's newest sound checkpoint, or its best. Nothing in the folder changes."""
     from equipoise.train import checkpoint
     from equipoise.train.folder import RunFolder
     from equipoise.train.loop import Trainer
     from equipoise.train.recipe import make_recipe
+    from equipoise.world import ALONE
 
     folder = RunFolder.open(run)
-    trainer = Trainer(make_recipe(folder.recipe()), folder)
+    trainer = Trainer(make_recipe(folder.recipe()), folder, world=world or ALONE)
     state = checkpoint.load(run / "checkpoints" / "best.safetensors") if best else folder.store.newest()
     if state is None:
         raise UserError(f"{run} has no sound checkpoint yet")
@@ -304,8 +339,10 @@ def _open(run: Path, best: bool = False) -> Any:
 
 def _new_folder(out: Path | None, name: str) -> Path:
     """The folder asked for, which must not be in use, or the next free one under runs/."""
+    from equipoise.train.folder import in_use
+
     if out is not None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if in_use(out):
             raise UserError(f"{out} exists and is not empty; name another folder with --out")
         return out
     path, count = Path("runs") / name, 1
@@ -318,6 +355,7 @@ def _new_folder(out: Path | None, name: str) -> Path:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: wrong input is one line and exit status 2, never a traceback."""
     warnings.showwarning = _show_warning
+    console.quiet = _rank() != 0
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal cannot show
@@ -332,18 +370,26 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
-    except OSError as error:  # a full disk, a folder that may not be read
-        _fail(str(error))
+    except OSError as error:  # a folder that may not be read, a full disk
+        _fail(f"{error}; what was written before is intact" if disk_is_full(error) else str(error))
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def _fail(message: str) -> None:
     line = " ".join(message.split())
-    print(f"equipoise: {line}", file=sys.stderr)
+    print(f"equipoise: process {_rank()}: {line}" if _rank() else f"equipoise: {line}", file=sys.stderr)
     sys.exit(2)
 
 
+def _rank() -> int:
+    """Which of several processes of torchrun this is; the first speaks for all."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    if console.quiet:
+        return
     print(f"equipoise: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 

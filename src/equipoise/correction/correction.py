@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import chain, islice
 from operator import length_hint
 from typing import Any
@@ -10,18 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.correction.averaging import average_gradients
 from equipoise.correction.coefficient import Weight
 from equipoise.correction.coordinates import Coordinates
 from equipoise.correction.estimator import Estimator
 from equipoise.correction.finite import check_finite
+from equipoise.correction.nested import as_tuple, copied
 from equipoise.correction.plan import Plan, make_plan
 from equipoise.correction.probe import Decision, decide
 from equipoise.correction.snapshot import Random, Snapshot, without_trace
-from equipoise.correction.source import SOURCES, TABLE_TYPES, Old
+from equipoise.correction.source import SOURCES, TABLE_TYPES, Old, Pair
 from equipoise.correction.statistics import Statistics
 from equipoise.errors import UserError
 from equipoise.seeds import derive
 from equipoise.topology import Topology
+from equipoise.world import World, by_itself
 
 LossFunction = Callable[..., Tensor]  # (model, *batch) -> mean loss of the batch
 Batches = Iterable[Any]  # of tuples or lists of arguments for the loss function
@@ -44,6 +48,10 @@ class Correction:
     active now; one grown since has no old gradient and takes the batch gradient until the next refresh, which keeps
     the estimate unbiased. Neither method leaves a trace in running statistics or random number streams beyond what
     plain training does.
+
+    Of several processes (`world`, found by itself where the model is in DistributedDataParallel) each runs its share
+    of every batch and corrects it by its own share of g_old and g̃. All of this is linear, so one all-reduce of the
+    corrected gradient makes it that of the whole batch. Losses, and what the coefficient learns from, are averaged.
     """
 
     def __init__(
@@ -59,6 +67,7 @@ class Correction:
         self.topology = Topology.of(model) if topology is None else topology
         self.total_steps = total_steps
         self.seed = seed
+        self.world = World.of(model)
         self.coefficient = estimator.make_coefficient()
         self.snapshot = Snapshot(model)
         self.source = SOURCES[estimator.source](self.snapshot, TABLE_TYPES[estimator.table])
@@ -155,8 +164,11 @@ class Correction:
 
     def _use_pairs_at_hand(self) -> None:
         if len(self._pairs) > 1 and self.estimator.when == "always":  # else the probe has compared losses
-            self.coefficient.see_losses(*(torch.stack(losses) for losses in zip(*self._pairs, strict=True)))
+            self._see_losses(self._pairs)
         self._pairs = []
+
+    def _see_losses(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self.coefficient.see_losses(*self.world.mean([torch.stack(side) for side in zip(*pairs, strict=True)]))
 
     def _chosen(self, total: int) -> set[int] | None:
         """Which batches g̃ is computed on; None: all."""
@@ -179,7 +191,7 @@ class Correction:
             random, arguments = Random(self.device), as_tuple(batch)
             compares = due(len(numbers), share)
             if compares:
-                with torch.no_grad(), self.snapshot.at():
+                with torch.no_grad(), by_itself(self.model), self.snapshot.at():
                     old = loss_fn(self.model, *arguments).detach()
                 self.passes["forward"] += 1
                 random.restore()
@@ -191,9 +203,9 @@ class Correction:
                 compared.append((loss, old))
         if not losses:
             raise UserError("refresh was given no batch")
-        check_finite(torch.stack(losses), "the full pass", numbers)
+        check_finite(self.world.mean([torch.stack(losses)])[0], "the full pass", numbers)
         if len(compared) > 1:
-            self.coefficient.see_losses(*(torch.stack(side) for side in zip(*compared, strict=True)))
+            self._see_losses(compared)
 
     def _compared_share(self, count: int) -> float:
         share = self.estimator.compared_share if self.snapshot else 0.0
@@ -202,7 +214,7 @@ class Correction:
 
     def run(self, loss_fn: LossFunction, batch: tuple[Any, ...], coordinates: Coordinates) -> tuple[Tensor, Tensor]:
         """Loss and gradient at the coordinates, without touching `.grad`."""
-        with torch.enable_grad():
+        with torch.enable_grad(), by_itself(self.model):
             loss = loss_fn(self.model, *batch)
         self.passes["forward"] += 1
         self.passes["backward"] += 1
@@ -220,8 +232,15 @@ class Correction:
             loss = self._corrected_backward(loss_fn, batch, scale, index)
         else:
             loss = self._plain_backward(loss_fn, batch, scale)
+            (loss,) = self._average(loss)
         self.count_step()
         return loss
+
+    def _average(self, *others: Tensor) -> list[Tensor]:
+        """All processes' gradients, in `.grad`, and the means of the others."""
+        if self.world.alone:
+            return list(others)
+        return average_gradients(self.world, self.parameters, self.topology, others)
 
     def count_step(self, passes: int = 0) -> None:
         """A step has been taken; `passes` forward and backward passes of it were not made here."""
@@ -248,20 +267,24 @@ class Correction:
             new -= before
         if scale != 1:
             new /= scale
-        delta = None if old is None else self._combine(coordinates, new, old, scale)
+        delta = None
+        if old is None:
+            (mean_loss,) = self._average(loss)
+        else:
+            pair = self._combine(coordinates, new, old, scale)
+            delta, mean_loss = pair.delta, self._average_and_learn(loss, coordinates, new, old, pair)
         self.source.after(new, delta, index)
         if old is not None and old.loss is not None and self.coefficient.needs_losses and not self.source.full_pass:
             self._pairs.append((loss, old.loss))
-        return loss
+        return mean_loss
 
     def _plain_backward(self, loss_fn: LossFunction, batch: tuple[Any, ...], scale: float) -> Tensor:
-        loss = loss_fn(self.model, *batch)
-        scaled = loss if scale == 1 else loss * scale
-        if self.enabled and self.topology is not None:
-            with self.topology.keeping_batch_gradient():
+        with by_itself(self.model, live=True):
+            loss = loss_fn(self.model, *batch)
+            scaled = loss if scale == 1 else loss * scale
+            topology = self.topology if self.enabled else None
+            with nullcontext() if topology is None else topology.keeping_batch_gradient():
                 self.backpropagate(scaled)
-        else:
-            self.backpropagate(scaled)
         self.passes["forward"] += 1
         self.passes["backward"] += 1
         return loss.detach()
@@ -272,8 +295,8 @@ class Correction:
             return self.run(loss_fn, batch, self.source.coordinates)
 
     @torch.no_grad()
-    def _combine(self, coordinates: Coordinates, new: Tensor, old: Old, scale: float) -> Tensor | None:
-        """.grad -= w·(g_old - g̃) where both exist; coefficient and statistics learn from the pair."""
+    def _combine(self, coordinates: Coordinates, new: Tensor, old: Old, scale: float) -> Pair:
+        """.grad -= w·(g_old - g̃) where both exist."""
         scatter = old.gradient - old.reference
         everywhere = scatter.clone() if self._growth_is_scored else None
         live = coordinates.live()
@@ -282,19 +305,30 @@ class Correction:
         for kept in (live, old.known):
             if kept is not None:
                 scatter *= kept
-        delta = None
         weight = self.weight
-        if isinstance(weight, Tensor) or weight != 0:
-            if not isinstance(weight, Tensor):  # filled there: a copy would make the host wait for a GPU
-                weight = torch.full((), weight, dtype=new.dtype, device=new.device)
-            weight = coordinates.spread(weight) if weight.dim() else weight
-            delta = scatter * -weight
-            added = delta if everywhere is None else everywhere.mul_(-weight)
-            coordinates.add_to_gradients(added if scale == 1 else added * scale)
-            self.statistics.see(new, delta, weight.mean(), coordinates.made_at)
-        if self.coefficient.needs_gradients:
-            self.coefficient.see_gradients(new - old.reference, scatter, coordinates.sizes, old.noise)
-        return delta
+        if not isinstance(weight, Tensor) and weight == 0:
+            return Pair(scatter)
+        if not isinstance(weight, Tensor):  # filled there: a copy would make the host wait for a GPU
+            weight = torch.full((), weight, dtype=new.dtype, device=new.device)
+        weight = coordinates.spread(weight) if weight.dim() else weight
+        delta = scatter * -weight
+        added = delta if everywhere is None else everywhere.mul_(-weight)
+        coordinates.add_to_gradients(added if scale == 1 else added * scale)
+        return Pair(scatter, delta, weight.mean())
+
+    @torch.no_grad()
+    def _average_and_learn(self, loss: Tensor, coordinates: Coordinates, new: Tensor, old: Old, pair: Pair) -> Tensor:
+        """All processes' corrected gradients and loss; coefficient and statistics learn from the whole batch."""
+        learns = self.coefficient.needs_gradients
+        wanted = [loss, new, pair.delta, *((pair.scatter, old.reference) if learns else ())]
+        means = iter(self._average(*(tensor for tensor in wanted if tensor is not None)))
+        mean_loss, new = next(means), next(means)
+        if pair.weight is not None:
+            self.statistics.see(new, next(means), pair.weight, coordinates.made_at)
+        if learns:
+            scatter, reference = means
+            self.coefficient.see_gradients(new - reference, scatter, coordinates.sizes, old.noise)
+        return mean_loss
 
     @property
     def _growth_is_scored(self) -> bool:
@@ -342,7 +376,7 @@ class Correction:
         if state["coordinates"] is not None:
             self.source.coordinates = self._make_coordinates()
             self.source.coordinates.load_state_dict(state["coordinates"])
-        state = _copied(state, self.device)
+        state = copied(state, self.device)
         self.steps, self.steps_since_refresh, self.refreshes, enabled = state["counters"]
         self.enabled, self._mode = bool(enabled), None
         self.passes = state["passes"]
@@ -356,19 +390,3 @@ class Correction:
 def due(i: int, share: float) -> bool:
     """Whether the i-th of a sequence is among an evenly spread share of it."""
     return int((i + 1) * share) > int(i * share)
-
-
-def as_tuple(batch: Any) -> tuple[Any, ...]:
-    """What a loader gives for one batch, as arguments; a single tensor is one argument."""
-    return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
-
-
-def _copied(value: Any, device: torch.device) -> Any:
-    """Nested containers with every tensor copied to the device."""
-    if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item, device) for item in value)
-    return value

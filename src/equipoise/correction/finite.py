@@ -12,9 +12,12 @@ class NonFiniteLoss(UserError):
 
 
 def check_finite(losses: Tensor, where: str, batches: list[int] | None = None) -> None:
-    """Refuse losses of which one is not finite, naming its batch: its place, or its number among `batches`."""
+    """Refuse losses of which one is not finite, naming its batch, counted from 1.
+
+    batches: their numbers from 0, where not all of them were run.
+    """
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
         i = int(bad[0])
-        batch = i if batches is None else batches[i]
+        batch = 1 + (i if batches is None else batches[i])
         raise NonFiniteLoss(f"the loss is {float(losses[i])} at batch {batch} of {where}; lower the learning rate")

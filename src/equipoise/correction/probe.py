@@ -47,8 +47,9 @@ def decide(correction: Correction, batches: list[tuple[Any, ...]], loss_fn: Loss
         new = correction.run(loss_fn, batch, coordinates)
         losses.append(torch.stack([new[0], old[0]]))
         gradients.append(torch.stack([new[1], old[1]]))
-    check_finite(torch.stack(losses)[:, 0], "the probe")
-    return _judge(correction, torch.stack(losses), torch.stack(gradients))
+    found = correction.world.mean([torch.stack(losses), torch.stack(gradients)])
+    check_finite(found[0][:, 0], "the probe")
+    return _judge(correction, *found)
 
 
 def _judge(correction: Correction, losses: Tensor, gradients: Tensor) -> Decision:

@@ -24,6 +24,14 @@ class Old(NamedTuple):
     noise: float = 0.0  # the reference's own share of E‖gradient - reference‖²
 
 
+class Pair(NamedTuple):
+    """Of one step: g_old - g̃ where it can be used, what was added to the gradient, the mean weight of it."""
+
+    scatter: Tensor
+    delta: Tensor | None = None
+    weight: Tensor | None = None
+
+
 PassAtSnapshot = Callable[[], tuple[Tensor, Tensor]]  # -> loss, gradient at the coordinates
 
 

@@ -42,10 +42,12 @@ class FolderLoader:
         fixed_batches: bool = False,
         size: int = 224,
         workers: int = 2,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         require_whole("size", size, 1)
         require_whole("workers", workers, 0)
-        self.order = Order(len(folder), batch, seed, shuffle, drop_last, fixed_batches)
+        self.order = Order(len(folder), batch, seed, shuffle, drop_last, fixed_batches, rank, ranks)
         self.folder = folder
         self.augment = augment
         self.device = torch.device(device)

@@ -32,6 +32,7 @@ class Loader:
     in any order and after any restart: all that is random about it is drawn from (seed, purpose, k), so a
     run's data position is the pair (epoch, batch). The images stay on the device as uint8 and are
     augmented there; a batch needs no copy from the host and no synchronisation with it.
+    Process `rank` of `ranks` gets its share of every batch, with the augmentation that one process would give it.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Loader:
         drop_last: bool = False,
         device: str | torch.device = "cpu",
         fixed_batches: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
-        self.order = Order(len(images), batch, seed, shuffle, drop_last, fixed_batches)
+        self.order = Order(len(images), batch, seed, shuffle, drop_last, fixed_batches, rank, ranks)
         self.images = images.to(device)
         self.augment = augment
         self._epochs: dict[int, Epoch] = {}

@@ -25,10 +25,10 @@ from equipoise.deploy.fold import fold
 from equipoise.deploy.network import Blueprint, Network
 from equipoise.deploy.packed import write_packed
 from equipoise.errors import UserError
+from equipoise.files import flush
 from equipoise.models import MODELS
 from equipoise.sparse import unpack
 from equipoise.topology.layers import unwrap
-from equipoise.train.checkpoint import flush
 from equipoise.train.evaluate import three_ways
 from equipoise.train.loop import Trainer
 from equipoise.train.parts import autocast

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from equipoise.correction.coefficient import LossCoefficient
 from equipoise.correction.coordinates import Coordinates
-from equipoise.correction.correction import Batches, LossFunction, as_tuple
+from equipoise.correction.correction import Batches, LossFunction
 from equipoise.correction.finite import check_finite
+from equipoise.correction.nested import as_tuple
 from equipoise.correction.snapshot import Random, Snapshot, without_trace
 from equipoise.errors import UserError
 from equipoise.seeds import generator

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from equipoise.catalogue import Catalogue
+
+
+class SharedGenerator(torch.Generator):
+    """Draws for all images of a batch that several processes share, so that each image gets what one process would
+    have drawn for it. Process `rank` of `ranks` has every so-many-th of `images` in all.
+    """
+
+    rank: int
+    ranks: int
+    images: int
+
+    def rows(self, count: int) -> tuple[int, slice]:
+        """For how many images to draw where this process attacks `count` (all of its own, or half), and which."""
+        total = self.images if self.images % self.ranks else count * self.ranks
+        return total, slice(self.rank, self.rank + count * self.ranks, self.ranks)
 
 
 def round_towards(value: Tensor, anchor: Tensor) -> Tensor:
@@ -54,8 +70,12 @@ class Ball(ABC):
 
     def normal(self, generator: torch.Generator) -> Tensor:
         """Standard normal noise of the images' shape, drawn where the generator lives."""
-        noise = torch.empty(self.x.shape, dtype=self.point_dtype, device=generator.device)
-        return noise.normal_(generator=generator).to(self.x.device, non_blocking=True)
+        return self._drawn(generator, self.x.shape, lambda noise: noise.normal_(generator=generator))
+
+    def _drawn(self, generator: torch.Generator, shape: torch.Size, fill: Callable[[Tensor], Tensor]) -> Tensor:
+        total, own = generator.rows(shape[0]) if isinstance(generator, SharedGenerator) else (shape[0], slice(None))
+        noise = fill(torch.empty((total, *shape[1:]), dtype=self.point_dtype, device=generator.device))
+        return noise[own].to(self.x.device, non_blocking=True)
 
     @abstractmethod
     def uniform(self, generator: torch.Generator) -> Tensor:
@@ -87,8 +107,9 @@ class LinfBall(Ball):
         return round_towards(edge.clamp(0, 1), self.x).to(self.point_dtype)
 
     def uniform(self, generator: torch.Generator) -> Tensor:
-        noise = torch.empty(self.x.shape, dtype=self.point_dtype, device=generator.device)
-        return noise.uniform_(-self.eps, self.eps, generator=generator).to(self.x.device, non_blocking=True)
+        return self._drawn(
+            generator, self.x.shape, lambda noise: noise.uniform_(-self.eps, self.eps, generator=generator)
+        )
 
     def direction(self, gradient: Tensor) -> Tensor:
         return gradient.sign()  # 0 where the gradient is not a number
@@ -104,8 +125,7 @@ class L2Ball(Ball):
     """The Euclidean length of an image's change is at most ε."""
 
     def uniform(self, generator: torch.Generator) -> Tensor:
-        share = torch.empty(len(self.x), dtype=self.point_dtype, device=generator.device)
-        share = share.uniform_(generator=generator).to(self.x.device, non_blocking=True)
+        share = self._drawn(generator, self.x.shape[:1], lambda noise: noise.uniform_(generator=generator))
         length = self.eps * share ** (1 / self.dimension)
         return self.direction(self.normal(generator)) * per_image(length, self.x)
 

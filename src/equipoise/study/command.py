@@ -8,9 +8,12 @@ from pathlib import Path
 from rich.console import Console
 
 from equipoise.errors import UserError
-from equipoise.study.launch import here, processes
-from equipoise.study.runner import jobs_of, run_study, state
+from equipoise.study.launch import Launcher, here, processes
+from equipoise.study.runner import Job, jobs_of, run_study, state
 from equipoise.study.study import packaged_studies, read_design, read_study
+from equipoise.train.recipe import make_recipe
+
+FOLDERS = ("folder", "imagenet")  # datasets that are read by processes of their own
 
 
 def study_command(
@@ -24,8 +27,14 @@ def study_command(
     list_only: bool,
     reproduction: Path | None,
     console: Console,
+    launcher: str = "local",
+    address: str | None = None,
 ) -> bool:
     """Run, list, or write the page; whether all went well."""
+    if launcher not in ("local", "ray"):
+        raise UserError(f"--launcher {launcher}: it is local or ray")
+    if address is not None and launcher != "ray":
+        raise UserError("--address is that of a Ray cluster; it goes with --launcher ray")
     if reproduction is not None:
         from equipoise.study.reproduction import write_page
 
@@ -42,8 +51,23 @@ def study_command(
         for job in chosen:
             console.print(f"{job}: {state(job)}")
         return True
-    launcher = here if jobs == 1 else processes(jobs)
-    return run_study(design, chosen, results, launcher, console.print)
+    return run_study(design, chosen, results, _launcher(launcher, jobs, address), console.print)
+
+
+def _launcher(name: str, jobs: int, address: str | None) -> Launcher:
+    if name == "ray":
+        from equipoise.study.on_ray import on_ray
+
+        return on_ray(address, resources)
+    return here if jobs == 1 else processes(jobs)
+
+
+def resources(job: Job, has_gpus: bool) -> dict[str, float]:
+    """What a job asks a cluster for: a core, one more for each process that reads images, a GPU if it can use one."""
+    recipe = make_recipe(job.recipe)
+    readers = recipe.data.workers if recipe.data.name in FOLDERS else 0
+    wants_gpu = recipe.device.startswith("cuda") or (recipe.device == "auto" and has_gpus)
+    return {"num_cpus": 1 + readers, "num_gpus": float(wants_gpu)}
 
 
 def parse_seeds(text: str) -> list[int]:

@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from typing import Protocol, TypeVar
 
 from equipoise.errors import UserError
+from equipoise.files import disk_is_full
+from equipoise.train import signals
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+
+POLL = 0.2  # seconds between looks whether a signal has asked to stop
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Launcher(Protocol):
 def here(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[Job, Result | Failure]]:
     """In this process, one after the other: what is compiled or tuned for one job serves the next."""
     for job in jobs:
+        signals.check()
         yield job, attempt(work, job)
 
 
@@ -55,20 +60,45 @@ def processes(count: int) -> Launcher:
 
     def launch(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[Job, Result | Failure]]:
         waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        done: queue.SimpleQueue[tuple[Job, Result | Failure]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[Job, Result | Failure] | None] = queue.SimpleQueue()
         for job in jobs:
             waiting.put(job)
-        gpus = visible_gpus()
-        for slot in range(min(count, len(jobs))):
+        gpus, working, told = visible_gpus(), min(count, len(jobs)), threading.Event()
+        for slot in range(working):
             gpu = gpus[slot % len(gpus)] if len(gpus) > 1 else None
             threading.Thread(target=_serve, args=(work, waiting, done, gpu, count), daemon=True).start()
         try:
-            for _ in jobs:
-                yield done.get()
+            while working:
+                outcome = _next(done, waiting, told)
+                if outcome is None:
+                    working -= 1
+                else:
+                    yield outcome
+            signals.check()
         finally:
             _drain(waiting)  # where this is broken off, no further job is begun
 
     return launch
+
+
+def _next(
+    done: queue.SimpleQueue[tuple[Job, Result | Failure] | None],
+    waiting: queue.SimpleQueue[Job],
+    told: threading.Event,
+) -> tuple[Job, Result | Failure] | None:
+    """What is done next; None where a process has no more to do.
+
+    A signal that asks to stop is passed on to the processes, once, and no further job is begun.
+    """
+    while True:
+        try:
+            return done.get(timeout=POLL)
+        except queue.Empty:
+            if signals.requested() and not told.is_set():
+                told.set()
+                _drain(waiting)
+                for process in active_children():
+                    process.terminate()
 
 
 def _drain(waiting: queue.SimpleQueue[Job]) -> None:
@@ -82,9 +112,10 @@ def attempt(work: Callable[[Job], Result], job: Job) -> Result | Failure:
     try:
         return work(job)
     except UserError as error:
-        return Failure(_one_line(str(error)))
+        return Failure(one_line(str(error)))
     except Exception as error:
-        return Failure(_one_line(f"{type(error).__name__}: {error}"), traceback.format_exc())
+        where = "" if disk_is_full(error) else traceback.format_exc()  # which could not be kept, either
+        return Failure(one_line(f"{type(error).__name__}: {error}"), where)
 
 
 def visible_gpus() -> list[str]:
@@ -100,7 +131,7 @@ def visible_gpus() -> list[str]:
 def _serve(
     work: Callable[[Job], Result],
     waiting: queue.SimpleQueue[Job],
-    done: queue.SimpleQueue[tuple[Job, Result | Failure]],
+    done: queue.SimpleQueue[tuple[Job, Result | Failure] | None],
     gpu: str | None,
     sharers: int,
 ) -> None:
@@ -115,17 +146,21 @@ def _serve(
             executor = ProcessPoolExecutor(1, get_context("spawn"), _begin, (gpu, sharers))
         try:
             done.put((job, executor.submit(attempt, work, job).result()))
+        except signals.Stopped:
+            done.put((job, Failure("stopped; run the study again to go on with it")))
         except BrokenProcessPool:
             done.put((job, Failure("its process was killed; run the study again to go on with it")))
             executor = None
         except Exception as error:  # nothing may leave the reader of `done` waiting
-            done.put((job, Failure(_one_line(f"{type(error).__name__}: {error}"), traceback.format_exc())))
+            done.put((job, Failure(one_line(f"{type(error).__name__}: {error}"), traceback.format_exc())))
     if executor is not None:
         executor.shutdown()
+    done.put(None)
 
 
 def _begin(gpu: str | None, sharers: int) -> None:
     """In a new process, before it touches a GPU."""
+    signals.stop_with_parent()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -142,6 +177,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """A message as one line of a terminal or a log."""
     line = " ".join(text.split())
     return line if len(line) <= 300 else f"{line[:297]}..."

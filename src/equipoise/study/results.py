@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from equipoise.train.checkpoint import flush
+from equipoise.files import flush
 from equipoise.train.folder import strict
 
 VERSION = 1

@@ -14,12 +14,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from equipoise.catalogue import Catalogue
+from equipoise.errors import UserError
 from equipoise.objective import ATTACKS, PGD, RobustResult, autoattack, robust_accuracy
 from equipoise.objective.robust import Progress
 from equipoise.seeds import derive
 from equipoise.study.table import make_table, percent
 from equipoise.train.evaluate import Batches, three_ways
 from equipoise.train.loop import Trainer
+from equipoise.world import World
 
 JUDGES: Catalogue[Callable[..., Any]] = Catalogue("attack", {**ATTACKS, "autoattack": autoattack})
 """The attacks that `equipoise eval --attack` takes by name."""
@@ -65,13 +67,19 @@ def robust_table(
 ) -> Table:
     """Attack the plain, the re-estimated and the averaged model, each with the same random starts.
 
+    Of several processes each attacks its share of the images, from starts of its own.
     eps: the attack's radius, or None for its own. images: how many of the split's; 0 is all. A robust accuracy that
     is likely too high, because gradients are masked, is marked with "!"; the warning that comes with it says why.
     """
     parts = trainer.parts
-    judge = make_judge(attack, eps, derive(trainer.recipe.seed, "evaluation"))
+    world = trainer.world
+    purpose = ["evaluation"] if world.alone else ["evaluation", str(world.rank)]
+    judge = make_judge(attack, eps, derive(trainer.recipe.seed, *purpose))
     loader = parts.loaders[split]
-    count = min(images or loader.order.count, loader.order.count)
+    if 0 < images < world.size:
+        raise UserError(f"--images {images}: at least one for each of {world.size} processes")
+    # of the first so many images, those that are this process's
+    count = min(len(range(world.rank, images, world.size)) or loader.order.count, loader.order.count)
     at_once = AT_ONCE if parts.device.type == "cpu" else count
     results = {}
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -81,9 +89,22 @@ def robust_table(
             def advance(result: RobustResult, task: TaskID = task) -> None:
                 bar.update(task, completed=result.images)
 
-            results[way] = judge.run(parts.model, first(count, loader.epoch(0), at_once), advance)
+            found = judge.run(parts.model, first(count, loader.epoch(0), at_once), advance)
+            results[way] = of_all(found, world)
     rows = [[way, percent(r.clean), _marked(r), str(r.images)] for way, r in results.items()]
     return make_table(["", "clean", "robust", "images"], rows, f"{title}, {attack} within {judge.radius}")
+
+
+def of_all(result: RobustResult, world: World) -> RobustResult:
+    """The result over the images of all processes."""
+    if world.alone:
+        return result
+    shares = world.gather(result)
+    images = sum(share.images for share in shares)
+    clean, robust = (
+        sum(round(getattr(share, name) * share.images) for share in shares) / images for name in ("clean", "robust")
+    )
+    return RobustResult(clean, robust, images, next((share.caution for share in shares if share.caution), ""))
 
 
 def first(images: int, batches: Iterable[tuple[Tensor, Tensor]], at_once: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -161,7 +161,6 @@ def _fresh(job: Job) -> Trainer:
     recipe = make_recipe(job.recipe)
     trainer = Trainer(recipe)
     trainer.parts.correction.plan(len(trainer.parts.train)).check(trainer.parts.device)
-    (job.folder / ".recipe.yaml.tmp").unlink(missing_ok=True)  # of a process that was killed right at its start
     trainer.folder = RunFolder.create(job.folder, trainer.raw, recipe.checkpoint.keep)
     trainer.folder.claim()
     return trainer

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+
+from equipoise.sparse.bits import pack_bits
 
 
 class Layer(ABC):
@@ -52,6 +55,10 @@ class Layer(ABC):
     def explored(self) -> int:
         """How many places have been active at some time."""
 
+    def digest(self) -> bytes:
+        """A few bytes that two processes have in common when they have the same active places."""
+        return hashlib.blake2b(pack_bits(self.mask().reshape(-1).cpu()).numpy().tobytes(), digest_size=8).digest()
+
     def lowest(self, score: Tensor, count: int, among: Tensor | None = None, ordered: bool = False) -> Tensor:
         """The flat places of the `count` active weights (or those `among` them) with the lowest score."""
         candidates = self.mask().reshape(-1) if among is None else among
@@ -88,6 +95,10 @@ class Layer(ABC):
     @abstractmethod
     def keep_batch_gradient(self, earlier: Tensor | None) -> None:
         """Put aside what a backward pass has added to the `earlier` gradient, beside what passes before it have."""
+
+    def put_aside(self) -> list[Tensor]:
+        """Gradients that growth will look at and `.grad` does not hold: several processes average them too."""
+        return []
 
     @abstractmethod
     def keep_dense_gradient(self) -> None:

@@ -94,6 +94,9 @@ class MaskedLayer(Layer):
         else:
             self.batch_gradient += gradient.detach() - earlier
 
+    def put_aside(self) -> list[Tensor]:
+        return [] if self.batch_gradient is None else [self.batch_gradient]
+
     def rewire(self, dropped: Tensor, grown: Tensor, states: Iterable[Tensor]) -> None:
         """Drop and grow. Both end at zero in the weight and in every tensor of the optimizer's state."""
         changed = torch.zeros(self.size, dtype=torch.bool, device=self.places.device)

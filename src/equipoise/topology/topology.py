@@ -16,11 +16,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from equipoise.errors import UserError
 from equipoise.seeds import derive
 from equipoise.topology.algorithm import Algorithm, Dynamic
+from equipoise.topology.bsr import BSRNet
 from equipoise.topology.layer import Layer
 from equipoise.topology.layers import unwrap
 from equipoise.topology.masked import MaskedLayer
 from equipoise.topology.packed import packed_weights
 from equipoise.topology.plan import plan_layers
+from equipoise.world import World
 
 OWNERS = WeakIdKeyDictionary()  # sparse weight -> weak reference to its topology
 
@@ -47,15 +49,22 @@ class Topology:
         self.window = algorithm.window(total_steps)
         self.steps = 0
         self.updates = 0
+        self.world = World.of(model)  # the processes that train the model together
         self.layers = _make_layers(algorithm, unwrap(model))
         self.followers: list[Callable[[nn.Parameter], Tensor | None]] = []
         self._skipped: list[tuple[nn.Parameter, Tensor]] = []
         self._handles: list[Any] = []
         self._check_optimizer()
+        self._check_wrapper()
         self.apply()
         self._install()
 
     # What a user asks for
+
+    def join(self, world: World) -> None:
+        """From now on the model is trained by these processes together."""
+        self.world = world
+        self._watch()
 
     @staticmethod
     def of(model: nn.Module) -> Topology | None:
@@ -137,6 +146,23 @@ class Topology:
         for layer, gradient in zip(layers, earlier, strict=True):
             layer.keep_batch_gradient(gradient)
 
+    def put_aside(self) -> list[Tensor]:
+        """Gradients beside `.grad` that must be averaged over the processes before the coming step."""
+        return [tensor for layer in self.layers for tensor in layer.put_aside()] if self._wants_dense_gradient else []
+
+    def check_equal(self) -> None:
+        """Stop where the processes have come to different masks: what they average would not belong together."""
+        if self.world.alone:
+            return
+        first, *others = self.world.gather([layer.digest() for layer in self.layers])
+        for rank, digests in enumerate(others, 1):
+            for layer, here, there in zip(self.layers, first, digests, strict=True):
+                if here != there:
+                    raise UserError(
+                        f'after update {self.updates} processes 0 and {rank} have different masks of "{layer.name}": '
+                        "they run different code, or one of them computes wrongly; go on from the last checkpoint"
+                    )
+
     @property
     def grows_by_corrected(self) -> bool:
         """Whether growth wants the corrected gradient of inactive places."""
@@ -180,6 +206,15 @@ class Topology:
         for layer in self.layers:
             if id(layer.parameter) not in known:
                 raise UserError(f'the optimizer does not have "{layer.name}"; give it the weight or exclude it')
+
+    def _check_wrapper(self) -> None:
+        """DistributedDataParallel remembers how long every parameter is."""
+        changes = self.window is not None or isinstance(self.algorithm, BSRNet)
+        if changes and not self.world.alone and self.storage == "packed":
+            raise UserError(
+                "packed weights change their length, which DistributedDataParallel does not follow; "
+                "use masked storage, or `torchrun -m equipoise train`, which needs no wrapper"
+            )
 
     @torch.no_grad()
     def _after_backward(self, layer: Layer, parameter: Tensor) -> None:
@@ -246,6 +281,7 @@ class Topology:
                 layer.rewire(*choice, self.states(layer.parameter))
         if isinstance(self.optimizer, torch.optim.LBFGS):
             self.optimizer.state.clear()  # steps and curvature of the old topology, all weights in one vector
+        self.check_equal()
 
     def states(self, parameter: nn.Parameter) -> Iterator[Tensor]:
         """What changes with a parameter's places: the optimizer's tensors that hold one number per weight (momentum,
@@ -267,6 +303,8 @@ class Topology:
             return 0
         if self.algorithm.dense_gradient == "always" or self.window is None:
             return None
+        if not self.world.alone:
+            return None  # the largest of the mean are not known before there is one
         assert isinstance(self.algorithm, Dynamic)
         return self.algorithm.most_grown(layer, self.window, self.steps + 1)
 
@@ -292,6 +330,7 @@ class Topology:
         self.steps, self.updates = state["steps"], state["updates"]
         for layer in self.layers:
             layer.load(state["places"][layer.name], state["memory"].get(layer.name))
+            layer.forget_gradient()  # of a step that was not finished
         self._watch()
 
     def _check_state(self, state: dict[str, Any]) -> None:

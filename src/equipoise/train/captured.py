@@ -42,6 +42,8 @@ class Wanted(NamedTuple):
 def obstacle(trainer: Trainer) -> str:
     """Why the steps of a trainer cannot be captured, or ""."""
     parts, recipe = trainer.parts, trainer.recipe
+    if not trainer.world.alone:
+        return "several processes average their gradients in between"
     if not isinstance(parts.train, Loader):
         return "the images are not on the device"
     if any(isinstance(module, _DropoutNd) for module in parts.model.modules()):

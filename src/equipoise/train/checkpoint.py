@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from equipoise.errors import UserError
+from equipoise.files import flush
 
 VERSION = 1
 
@@ -40,7 +41,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         flush(temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"could not write the checkpoint {path}: {error}") from None
+        raise UserError(f"could not write the checkpoint {path}: {error}; those before it are intact") from None
     finally:
         temporary.unlink(missing_ok=True)
     flush(path.parent)
@@ -67,15 +68,6 @@ def load(path: Path) -> dict[str, Any]:
     except (LookupError, ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is not a checkpoint of equipoise: {error!r}") from None
     return state
-
-
-def flush(path: Path) -> None:
-    """Wait until a file or a folder's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

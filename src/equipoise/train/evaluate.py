@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from equipoise.train.average import Average, weights_of
 from equipoise.train.batchnorm import reestimated
+from equipoise.world import ALONE, World
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Autocast = Callable[[], AbstractContextManager[None]]
@@ -27,8 +28,8 @@ class Score:
 
 
 @torch.no_grad()
-def score(model: nn.Module, batches: Batches, autocast: Autocast = nullcontext) -> Score:
-    """Evaluate in eval mode; the training flags come back as they were."""
+def score(model: nn.Module, batches: Batches, autocast: Autocast = nullcontext, world: World = ALONE) -> Score:
+    """Evaluate in eval mode; the training flags come back as they were. Of several processes each has its batches."""
     flags = {module: module.training for module in model.modules()}
     model.eval()
     loss = correct = torch.zeros(())
@@ -43,6 +44,11 @@ def score(model: nn.Module, batches: Batches, autocast: Autocast = nullcontext) 
     finally:
         for module, flag in flags.items():
             module.training = flag
+    if not world.alone:
+        loss, correct, total = world.sum(
+            torch.stack([loss.double(), correct.double(), loss.new_tensor(images).double()])
+        )
+        images = int(total)
     return Score(float(loss) / max(images, 1), float(correct) / max(images, 1), images)
 
 
@@ -72,7 +78,8 @@ def score_three_ways(
     fresh: Callable[[], Iterable[Tensor]],
     average: Average | None = None,
     autocast: Autocast = nullcontext,
+    world: World = ALONE,
 ) -> dict[str, Score]:
     """The score of the model in each of its three states."""
     with closing(three_ways(model, fresh, average, autocast)) as ways:  # closed, the model is itself again
-        return {way: score(model, test(), autocast) for way in ways}
+        return {way: score(model, test(), autocast, world) for way in ways}

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from equipoise.errors import UserError
-from equipoise.train.checkpoint import Store, flush
+from equipoise.files import write_whole
+from equipoise.train.checkpoint import Store
 from equipoise.train.recipe import dump_recipe, read_recipe
 
 try:
@@ -30,7 +31,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, raw: Mapping[str, Any], keep: int = 2) -> RunFolder:
         """A new run; an existing one is never written over."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if in_use(path):
             raise UserError(f"{path} exists; `equipoise resume {path}` goes on with it, --out names another folder")
         folder = cls(path, keep)
         try:
@@ -106,15 +107,24 @@ class RunFolder:
 
     def result(self) -> dict[str, Any] | None:
         path = self.path / "result.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise UserError(f"{path} is damaged; remove it, and `equipoise resume {self.path}` writes it again")
+        return found
 
     def _write(self, path: Path, text: str) -> None:
         """Whole or not at all, like a checkpoint."""
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        flush(temporary)
-        os.replace(temporary, path)
-        flush(path.parent)
+        write_whole(path, text.encode())
+
+
+def in_use(path: Path) -> bool:
+    """Whether a new run may not be put there; what a run that was killed at its very start has left is nothing."""
+    return path.exists() and (not path.is_dir() or any(each.name != ".recipe.yaml.tmp" for each in path.iterdir()))
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:

@@ -15,71 +15,54 @@ from torch import Tensor, nn
 
 from equipoise.correction import NonFiniteLoss
 from equipoise.correction.snapshot import Random
-from equipoise.errors import UserError
 from equipoise.objective import Standard
 from equipoise.seeds import derive
+from equipoise.train import rollback, signals
 from equipoise.train.captured import CapturedStep, obstacle
+from equipoise.train.coming import Coming
+from equipoise.train.distributed import own_generator, weighed, weighed_loss
 from equipoise.train.evaluate import Score, score_three_ways
+from equipoise.train.finite import check_loss, check_weights, clip_gradients
 from equipoise.train.folder import RunFolder, strict
+from equipoise.train.layers import describe_layers
 from equipoise.train.meter import Meter
 from equipoise.train.parts import autocast, make_parts
 from equipoise.train.recipe import Recipe, split
-from equipoise.train.storage import in_storage, plain_names
+from equipoise.train.state import restore, state_of
 from equipoise.train.watch import Watcher
+from equipoise.world import ALONE, World
 
 CHECK_EVERY = 50  # steps between looks at the losses on a GPU, where each look waits for the device
-
-
-class Coming:
-    """Batches for a refresh, prepared like those of a step: they can be counted before they are run.
-
-    They are those of the steps `first`, `first + 1`, ..., on into the next epoch where there are as many.
-    """
-
-    def __init__(self, trainer: Trainer, first: int, count: int) -> None:
-        self._trainer, self._first, self._count = trainer, first, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        trainer = self._trainer
-        for i, (x, y) in enumerate(islice(self._batches(), self._count)):
-            if trainer.full_pass_is_clean:
-                yield x, y
-            else:
-                generator = trainer.attack_generator("refresh", i)
-                with autocast(trainer.recipe, trainer.parts.device):
-                    batch = trainer.recipe.objective.prepare(trainer.parts.model, x, y, generator)
-                yield batch
-
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        loader = self._trainer.parts.train
-        epoch, start = divmod(self._first, len(loader))
-        while True:
-            yield from loader.epoch(epoch, start)
-            epoch, start = epoch + 1, 0
 
 
 class Trainer:
     """Runs a recipe, writes its folder, and goes on from where a checkpoint stopped, bit for bit."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder | None = None, watcher: Watcher | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder | None = None,
+        watcher: Watcher | None = None,
+        world: World = ALONE,
+    ) -> None:
+        """world: the processes that train together (`distributed.joined`); the first has the folder and a watcher."""
         self.recipe = recipe
+        self.world = world
         self.folder = folder
         self.watcher = watcher or Watcher()
-        self.parts = make_parts(recipe)
+        self.parts = make_parts(recipe, world)
         self.epoch = 0
         self.batch = 0
         self.best = -1.0
         self.seconds = 0.0
         self.images = 0
         self.attacks = 0  # batches that have been attacked, those of full passes included
+        self.rollbacks = 0
         self.meter = Meter(self.parts.device)
         self.history: list[dict[str, Any]] = []
         self.captured: CapturedStep | None = None
         self._may_capture = recipe.engine == "auto" and self.parts.device.type == "cuda"
-        torch.manual_seed(derive(recipe.seed, "training"))
+        torch.manual_seed(derive(recipe.seed, "training", *([] if world.alone else [world.rank])))
         self._random = Random(self.parts.device)  # what others draw before the run does not matter
 
     @property
@@ -117,9 +100,13 @@ class Trainer:
     def _run(self) -> dict[str, Any]:
         self._random.restore()
         self.watcher.begin(self)
+        rollback.begin(self)
         try:
             while self.epoch < self.recipe.epochs:
-                self._run_epoch()
+                try:
+                    self._run_epoch()
+                except NonFiniteLoss as error:
+                    rollback.roll_back(self, error)
         finally:
             self._random = Random(self.parts.device)
             self.watcher.end()
@@ -140,11 +127,14 @@ class Trainer:
             if self.parts.device.type == "cpu" or self.batch % CHECK_EVERY == 0:
                 self.meter.check(self.epoch)
                 self.watcher.step(self)
-            if self._checkpoint_is_due():
+            stops = self._stop_is_asked()
+            if stops or self._checkpoint_is_due():
                 self._count_seconds(started)
                 self.save()
+                if stops:
+                    raise signals.Stopped
                 started = time.perf_counter()
-        self.meter.check(self.epoch)
+        self._check_finite()
         self._count_seconds(started)
         self._finish_epoch()
 
@@ -179,6 +169,14 @@ class Trainer:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - started
 
+    def _stop_is_asked(self) -> bool:
+        """Of several processes all stop at the same step, where the average of gradients has told them."""
+        if self.world.alone:
+            return signals.requested()
+        if signals.requested():
+            self.world.raise_flag()
+        return (self.parts.device.type == "cpu" or self.batch % CHECK_EVERY == 0) and self.world.flag
+
     def _checkpoint_is_due(self) -> bool:
         steps = self.recipe.checkpoint.steps
         return bool(steps) and self.step % steps == 0 and self.batch < len(self.parts.train)
@@ -203,6 +201,8 @@ class Trainer:
                     self._give_up_capture(error)
             self.parts.correction.refresh(Coming(self, first, count), self._full_loss, self.epoch)
         except NonFiniteLoss as error:
+            if self.batch:  # else they were sound at the end of the epoch before
+                check_weights(self.parts.model, self.epoch, self.batch)
             raise NonFiniteLoss(f"epoch {self.epoch + 1}: {error}") from None
 
     def _step(self, batch: tuple[Tensor, ...]) -> int:
@@ -215,14 +215,17 @@ class Trainer:
                 self._give_up_capture(error)
         x, y = batch or self.parts.train.batch(self.epoch, self.batch)
         self._eager_step(x, y)
-        return len(y)
+        return self.parts.train.order.size(self.epoch, self.batch)
 
     def _eager_step(self, x: Tensor, y: Tensor) -> None:
         parts, recipe = self.parts, self.recipe
         with autocast(recipe, parts.device):
-            batch = recipe.objective.prepare(parts.model, x, y, self.attack_generator())
+            batch = recipe.objective.prepare(parts.model, x, y, self.attack_generator(self.epoch, self.batch))
+        batch = weighed(self.world, batch, parts.train.order.size(self.epoch, self.batch))
         index = parts.train.index(self.epoch, self.batch) if recipe.correction.fixed_batches else None
         loss = parts.correction.backward(self._loss, *batch, index=index)
+        if parts.device.type == "cpu":  # a GPU is looked at every so many steps: it would have to be waited for
+            check_loss(loss, parts.model, batch[0], self.epoch, self.batch)
         self.apply_gradients()
         self.meter.see(self.batch, loss, self._logits, batch[1])
 
@@ -231,7 +234,7 @@ class Trainer:
         parts = self.parts
         if self.recipe.clip:
             parts.topology.hide_gradients()  # the norm is that of the active weights
-            nn.utils.clip_grad_norm_(parts.model.parameters(), self.recipe.clip)
+            clip_gradients(parts.model, self.recipe.clip, self.epoch, self.batch)
         parts.optimizer.step()
         parts.optimizer.zero_grad()
         if parts.average is not None:
@@ -239,7 +242,7 @@ class Trainer:
 
     def _loss(self, model: nn.Module, *batch: Tensor) -> Tensor:
         with autocast(self.recipe, self.parts.device):
-            loss, logits = self.recipe.objective.loss(model, *batch)
+            loss, logits = weighed_loss(self.world, self.recipe.objective, model, batch)
         self._logits = logits.detach()  # of the last pass, which is the live model's
         return loss
 
@@ -254,24 +257,26 @@ class Trainer:
     def _full_loss(self, model: nn.Module, *batch: Tensor) -> Tensor:
         objective = Standard() if self.full_pass_is_clean else self.recipe.objective
         with autocast(self.recipe, self.parts.device):
-            return objective.loss(model, *batch)[0]
+            return weighed_loss(self.world, objective, model, batch)[0]
 
-    def attack_generator(self, *purpose: str | int) -> torch.Generator | None:
-        """The random numbers of the coming attack, of this step and purpose alone."""
+    def attack_generator(self, epoch: int, i: int, *purpose: str | int) -> torch.Generator | None:
+        """The random numbers of the coming attack on batch i of an epoch, of this step and purpose alone."""
         if not self.recipe.objective.attack_passes:
             return None
         self.attacks += 1
-        generator = torch.Generator(self.parts.device)
+        generator = own_generator(self.world, self.parts.device, self.parts.train.order.size(epoch, i))
         return generator.manual_seed(derive(self.recipe.seed, "attack", self.step, *purpose))
 
     def _set_learning_rate(self) -> None:
         factor = self.recipe.schedule.factor(self.step, self.recipe.epochs, len(self.parts.train))
         for group in self.parts.optimizer.param_groups:
             group["lr"] = self.recipe.optimizer.lr * factor * self.recipe.correction.learning_rate_factor
+            group["lr"] *= self.recipe.rollback.factor**self.rollbacks
 
     # The end of an epoch
 
     def _finish_epoch(self) -> None:
+        self.parts.topology.check_equal()
         scores = self.evaluate()
         line = strict(self._line(scores))
         self.history.append(line)
@@ -291,7 +296,9 @@ class Trainer:
         parts, recipe = self.parts, self.recipe
         loader = parts.loaders[split or parts.judged_on]
         precision = partial(autocast, recipe, parts.device)
-        return score_three_ways(parts.model, lambda: loader.epoch(0), self.fresh_images, parts.average, precision)
+        return score_three_ways(
+            parts.model, lambda: loader.epoch(0), self.fresh_images, parts.average, precision, self.world
+        )
 
     def fresh_images(self) -> Iterator[Tensor]:
         """The training images that BatchNorm statistics are estimated anew from."""
@@ -301,12 +308,13 @@ class Trainer:
         parts = self.parts
         self._settle()
         on_gpu = parts.device.type == "cuda"
+        meter = self.meter.of_all(self.world)
         return {
             "epoch": self.epoch + 1,
             "step": self.step,
             "learning_rate": parts.optimizer.param_groups[0]["lr"],
-            "train_loss": self.meter.loss,
-            "train_accuracy": self.meter.accuracy,
+            "train_loss": meter.loss,
+            "train_accuracy": meter.accuracy,
             "split": parts.judged_on,
             "scores": {name: {"loss": s.loss, "accuracy": s.accuracy} for name, s in scores.items()},
             "density": parts.topology.density,
@@ -317,6 +325,7 @@ class Trainer:
             "seconds": self.seconds,
             "images_per_second": self.images / max(self.seconds, 1e-9),
             "peak_memory": torch.cuda.max_memory_allocated(parts.device) if on_gpu else None,
+            **({"rollbacks": self.rollbacks} if self.recipe.rollback.times else {}),
         }
 
     def _settle(self) -> None:
@@ -332,87 +341,42 @@ class Trainer:
         """Scores on the test images, the best accuracy of an epoch on the split it was judged on, seconds."""
         test = {name: asdict(score) for name, score in self.evaluate("test").items()}
         result = {"version": 1, "epochs": self.epoch, "best": self.best, "test": test, "seconds": self.seconds}
-        return dict(strict(result))
+        return dict(strict(result | {"layers": describe_layers(self.parts.topology)}))
 
     # Checkpoints
 
-    def save(self, best: bool = False) -> None:
+    def _check_finite(self) -> None:
+        """The loss of every step so far, and the weights: what the gradient of the last step has left."""
         self.meter.check(self.epoch)
-        if self.folder is not None:
-            self.folder.store.save(self.step, self.state_dict(), best)
+        check_weights(self.parts.model, self.epoch, self.batch)
+
+    def save(self, best: bool = False) -> None:
+        self._check_finite()
+        state = None if self.folder is None and self.world.alone else self.state_dict()
+        if self.folder is not None and state is not None:
+            self.folder.store.save(self.step, state, best)
 
     def state_dict(self) -> dict[str, Any]:
-        parts = self.parts
+        """All that a resumed run needs to go on bit for bit; of several processes the first one has it whole."""
         self._settle()
-        return {
-            "kinds": self.recipe.kinds,
-            "storage": parts.topology.storage,
-            "names": self._names(),
-            "position": [self.epoch, self.batch, self.images, self.attacks],
-            "best": self.best,
-            "seconds": self.seconds,
-            "model": parts.model.state_dict(),
-            "optimizer": parts.optimizer.state_dict(),
-            "topology": parts.topology.state_dict(),
-            "correction": parts.correction.state_dict(),
-            "average": None if parts.average is None else parts.average.state_dict(),
-            "meter": self.meter.state_dict(),
-            "random": list(Random(parts.device).state()),
-        }
-
-    def _names(self) -> dict[str, list[str]]:
-        """What tensors that are known by their position belong to, in whatever storage."""
-        names = plain_names(self.parts.model)
-        groups = self.parts.optimizer.param_groups
-        return {
-            "model": [names[id(p)] for p in self.parts.model.parameters() if p.requires_grad],
-            "optimizer": [names[id(p)] for group in groups for p in group["params"]],
-        }
+        return state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        try:
-            self._load(state)
-        except UserError:
-            raise
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            line = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(f"the checkpoint does not fit the recipe: {line[:200]}") from None
-
-    def _load(self, state: dict[str, Any]) -> None:
-        parts = self.parts
         if self.captured is not None:
             self.captured.release()
             self.captured = None
-        for part, kind in self.recipe.kinds.items():
-            if state["kinds"][part] != kind:
-                raise UserError(f"the checkpoint is of the {part} {state['kinds'][part]}, the recipe has {kind}")
-        topology = parts.topology
-        state = in_storage(
-            state, topology.storage, {layer.name: tuple(layer.mask().shape) for layer in topology.layers}
-        )
-        parts.model.load_state_dict(state["model"])
-        parts.optimizer.load_state_dict(state["optimizer"])
-        parts.topology.load_state_dict(state["topology"])
-        parts.correction.load_state_dict(state["correction"])
-        if parts.average is not None:
-            if state["average"] is None:
-                raise UserError("the checkpoint has no weight average, which the recipe asks for")
-            parts.average.load_state_dict(state["average"])
-        self.epoch, self.batch, self.images, self.attacks = state["position"]
-        self.best, self.seconds = state["best"], state["seconds"]
-        self.meter.load_state_dict(state["meter"])
-        cpu, cuda = state["random"]
-        self._random = Random.of(cpu, cuda, parts.device)
-        self._random.restore()
+        self._random = restore(self, state)
 
 
-def resume(folder: RunFolder, recipe: Recipe, watcher: Watcher | None = None) -> Trainer:
+def resume(folder: RunFolder, recipe: Recipe, watcher: Watcher | None = None, world: World = ALONE) -> Trainer:
     """A trainer that stands where the newest sound checkpoint of the folder was written."""
-    folder.claim()
-    trainer = Trainer(recipe, folder, watcher)
-    state = folder.store.newest()
+    if world.leads:
+        folder.claim()
+    trainer = Trainer(recipe, folder if world.leads else None, watcher, world)
+    state = world.from_first(folder.store.newest() if world.leads else None)
     if state is not None:
         trainer.load_state_dict(state)
-    folder.forget_after(trainer.epoch)  # the epochs that are done again
-    trainer.history = folder.metrics()
+    if world.leads:
+        folder.forget_after(trainer.epoch)  # the epochs that are done again
+        trainer.history = folder.metrics()
     return trainer

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise.correction import NonFiniteLoss
+from equipoise.world import World
 
 
 class Meter:
@@ -24,6 +25,14 @@ class Meter:
             [loss.double() * len(labels), correct.double(), correct.new_tensor(len(labels)).double()]
         )
         self.sums[3] = torch.where(loss.isfinite(), self.sums[3], self.sums[3].clamp(max=batch))
+
+    def of_all(self, world: World) -> Meter:
+        """That of all processes together."""
+        if world.alone:
+            return self
+        total = Meter(self.sums.device)
+        total.sums[:3] = world.sum(self.sums[:3])
+        return total
 
     def check(self, epoch: int) -> None:
         bad = float(self.sums[3])

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from equipoise.topology import Topology
 from equipoise.topology.plan import plan_layers
 from equipoise.train.average import Average
 from equipoise.train.recipe import Recipe
+from equipoise.train.syncnorm import synchronise
+from equipoise.world import ALONE, World
 
 AnyLoader = Loader | FolderLoader
 
@@ -48,27 +51,30 @@ class Parts:
         return "validation" if "validation" in self.loaders else "test"
 
 
-def make_parts(recipe: Recipe) -> Parts:
-    device = find_device(recipe.device)
+def make_parts(recipe: Recipe, world: World = ALONE) -> Parts:
+    device = find_device(recipe.device) if world.alone else world.device
     splits = load(recipe.data.name, recipe.data.root, recipe.data.validation, recipe.seed)
     torch.manual_seed(derive(recipe.seed, "model"))
     prepare_gpu(recipe, device)
-    model = make_model(recipe, splits).to(device)
+    model = synchronise(make_model(recipe, splits), world).to(device)
+    world.take_from_first(chain(model.parameters(), model.buffers()))  # processors may round differently
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    train = training_loader(recipe, splits.train, device)
+    train = training_loader(recipe, splits.train, device, world)
     check_fit(model, train, len(splits.classes), device)
     if choose_storage(recipe, model, device) == "packed":
         model = pack(model, recipe.topology)
     optimizer = recipe.optimizer.build(model)
     total = recipe.epochs * len(train)
     topology = recipe.topology.attach(model, optimizer, total)
+    topology.join(world)
     correction = attach_correction(recipe, model, topology, len(train))
+    correction.world = world
     correction.cost = relative_cost(recipe, correction.estimator)
     average = Average(model, recipe.average) if recipe.average else None
     if average is not None and topology.storage == "packed":
         topology.followers.append(average.value_of)
-    loaders = scoring_loaders(recipe, splits, device)
+    loaders = scoring_loaders(recipe, splits, device, world)
     return Parts(device, model, optimizer, topology, correction, average, train, loaders)
 
 
@@ -121,7 +127,7 @@ def attach_correction(recipe: Recipe, model: nn.Module, topology: Topology, batc
             estimator = replace(estimator, way="running")
     elif possible and not said:
         replaying = replace(estimator, way="replay").attach(model, topology, total, recipe.seed)
-        if replaying.plan(batches).fits(replaying.device):
+        if topology.world.all(replaying.plan(batches).fits(replaying.device)):
             return replaying
     return estimator.attach(model, topology, total, recipe.seed)
 
@@ -188,8 +194,8 @@ def _has_single_image(order: Order) -> bool:
     return order.batch == 1 or (order.count % order.batch == 1 and not order.drop_last)
 
 
-def training_loader(recipe: Recipe, part: Images | Folder, device: torch.device) -> AnyLoader:
-    """The training images, in a new order and augmented anew in every epoch."""
+def training_loader(recipe: Recipe, part: Images | Folder, device: torch.device, world: World = ALONE) -> AnyLoader:
+    """The training images, in a new order and augmented anew in every epoch; this process's share of each batch."""
     data = recipe.data
     common: dict[str, Any] = {
         "batch": data.batch,
@@ -197,24 +203,35 @@ def training_loader(recipe: Recipe, part: Images | Folder, device: torch.device)
         "drop_last": data.drop_last,
         "device": device,
         "fixed_batches": recipe.correction.fixed_batches,
+        "rank": world.rank,
+        "ranks": world.size,
     }
     if isinstance(part, Folder):
         return FolderLoader(part, augment=ResizedCrop(), size=data.size, workers=data.workers, **common)
     return Loader(part, augment=data.augment, **common)
 
 
-def scoring_loaders(recipe: Recipe, splits: Splits, device: torch.device) -> dict[str, AnyLoader]:
-    """`train`, `test` and, where images are held out, `validation`: all images in order, none augmented."""
+def scoring_loaders(
+    recipe: Recipe, splits: Splits, device: torch.device, world: World = ALONE
+) -> dict[str, AnyLoader]:
+    """`train`, `test` and, where images are held out, `validation`: all images in order, none augmented.
+
+    Of several processes each has its share of the images: every so-many-th, so that the shares of the first n images
+    are the first of each share.
+    """
     data = recipe.data
     common: dict[str, Any] = {"batch": data.test_batch, "shuffle": False, "device": device}
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    return {
-        name: FolderLoader(part, size=data.size, workers=data.workers, **common)
-        if isinstance(part, Folder)
-        else Loader(part, **common)
-        for name, part in parts.items()
-        if part is not None
-    }
+    loaders: dict[str, AnyLoader] = {}
+    for name, part in parts.items():
+        if part is None:
+            continue
+        own = part if world.alone else part.subset(torch.arange(world.rank, len(part), world.size))
+        if isinstance(own, Folder):
+            loaders[name] = FolderLoader(own, size=data.size, workers=data.workers, **common)
+        else:
+            loaders[name] = Loader(own, **common)
+    return loaders
 
 
 def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[None]:

@@ -21,6 +21,7 @@ from equipoise.models import MODELS
 from equipoise.objective import OBJECTIVES, Objective
 from equipoise.topology import ALGORITHMS, Algorithm, Dynamic
 from equipoise.train.optimizer import OPTIMIZERS, OptimizerOptions
+from equipoise.train.rollback import RollbackOptions
 from equipoise.train.schedule import SCHEDULES, Schedule
 
 
@@ -89,6 +90,7 @@ class Recipe:
     full_pass: Literal["clean", "adversarial"] = "clean"
     clip: float = 0.0
     checkpoint: CheckpointOptions = CheckpointOptions()
+    rollback: RollbackOptions = field(default_factory=RollbackOptions)
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -121,6 +123,7 @@ PLAIN: dict[str, Any] = {
     "full_pass": Literal["clean", "adversarial"],
     "clip": float,
     "checkpoint": CheckpointOptions,
+    "rollback": RollbackOptions,
 }
 """The keys of a recipe that are not chosen by name, and their types: see `Recipe` for the defaults.
 
@@ -130,8 +133,8 @@ as the vectors of their active values, which the CPU kernels run on; `auto` pack
 where the model allows it. average: decay of the weight average, 0 for none. reestimate: training
 batches that BatchNorm statistics are estimated anew from at evaluation. full_pass: what g̃ is computed on in
 adversarial training, clean images (the paper) or such as are attacked at the snapshot; a recipe that names neither
-corrects by `running`, which needs no full pass. clip: largest gradient norm, 0
-for none.
+corrects by `running`, which needs no full pass. clip: largest gradient norm, 0 for none. rollback: whether a loss or
+a gradient that is not finite stops the run or sends it back to its last checkpoint, see `RollbackOptions`.
 """
 
 

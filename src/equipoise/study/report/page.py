@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from equipoise.errors import UserError
+from equipoise.files import write_whole
 from equipoise.study.metrics import WINDOW
 from equipoise.study.reading import read_results
 from equipoise.study.report.charts import Chart, charts_of
@@ -25,7 +26,7 @@ def write_report(folder: Path, out: Path) -> Reading:
     page = make_page(reading, folder.resolve().name or "results")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_bytes(page.encode("utf-8", "replace"))  # a name may hold half a surrogate pair
+        write_whole(out, page.encode("utf-8", "replace"))  # a name may hold half a surrogate pair
     except OSError as error:
         raise UserError(f"cannot write the report to {out}: {error.strerror}") from None
     return reading
