@@ -21,7 +21,7 @@
 #define EQ_ABI 1 /* raise with any change of a signature or struct, here and in kernels.py */
 #define LANES 16
 #ifndef STREAM_BYTES
-#define STREAM_BYTES (8 << 20)
+#define STREAM_BYTES (2 << 20)
 #endif
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(EQ_NO_CLONES)
