@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from equipoise.errors import UserError
 from equipoise.train.checkpoint import Store
 from killing import Point, launch, launch_two
 from train_helpers import BATCHES, assert_same_runs, tiny
@@ -108,7 +109,7 @@ def kill_runs(folder: Path, count: int, seed: int, processes: int = 1) -> Iterat
         place.mkdir(parents=True)
         try:
             _kill_run(place, pipeline, random, tally)
-        except AssertionError as error:
+        except (AssertionError, UserError) as error:
             tally.failures.append(f"run {number} of seed {seed} ({pipeline}): {' '.join(str(error).split())[:300]}")
         else:
             shutil.rmtree(place)
@@ -135,8 +136,8 @@ def _kill_run(folder: Path, pipeline: Pipeline, random: Random, tally: Tally) ->
         point = Point("step", random.randint(1, EPOCHS * BATCHES // 2))
         assert _launch(pipeline, _command(recipe, killed), log, point) == KILLED, log.read_text()
         tally.kills["step"] += 1
-    if not (killed / "result.json").exists():
-        assert _launch(pipeline, _command(recipe, killed), log) == 0, log.read_text()
+    # a finished run too: its last checkpoint may have been damaged after its result was written
+    assert _launch(pipeline, _command(recipe, killed), log) == 0, log.read_text()
     assert_same_runs(whole, killed)
     assert not [path for path in killed.rglob("*") if path.name.endswith(".tmp")]
 
