@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from equipoise import UserError
 from equipoise.measure import MeasureWatcher, measure_gradients, measure_trainer
 from equipoise.measure.cost import measure_cost
-from equipoise.measure.run import read_measurements
 from equipoise.train import Trainer
+from equipoise.train.folder import read_epochs
 from equipoise.train.watch import Both, Watcher
 from train_helpers import BATCHES, assert_same_state, trainer
 
@@ -89,7 +89,7 @@ def test_measuring_on_the_way_is_against_the_epoch_before_and_changes_nothing(
     watched.watcher = MeasureWatcher(file, every=2, batches=3)
     watched.run()
     assert_same_state(watched.state_dict(), plain.state_dict(), without="str seconds")
-    lines = read_measurements(file)
+    lines = read_epochs(file)
     assert [(line["epoch"], line["step"]) for line in lines] == [(2, 2 * BATCHES), (4, 4 * BATCHES)]
     assert lines[1]["learning_rate"] == plain.history[3]["learning_rate"]
     expected = measure_trainer(plain, 3, old=weights.seen[3])
@@ -108,7 +108,7 @@ def test_captured_steps_go_on_as_if_nobody_had_measured(tmp_path: Path) -> None:
         assert each.captured is not None
     for a, b in zip(plain.parts.model.parameters(), watched.parts.model.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-    assert [line["epoch"] for line in read_measurements(file)] == [1, 2, 3]
+    assert [line["epoch"] for line in read_epochs(file)] == [1, 2, 3]
 
 
 def test_a_resumed_run_measures_its_epochs_once(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_an_epoch_whose_beginning_was_not_seen_is_not_measured(tmp_path: Path) -
     resumed.load_state_dict(states[0])
     resumed.watcher = MeasureWatcher(file, batches=2)
     resumed.run()
-    assert [line["epoch"] for line in read_measurements(file)] == [2]
+    assert [line["epoch"] for line in read_epochs(file)] == [2]
 
 
 def test_wrong_numbers_of_batches_and_epochs_are_told(tmp_path: Path) -> None:

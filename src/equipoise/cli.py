@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import warnings
@@ -355,6 +356,7 @@ def _new_folder(out: Path | None, name: str) -> Path:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: wrong input is one line and exit status 2, never a traceback."""
     warnings.showwarning = _show_warning
+    logging.getLogger("PIL").addHandler(logging.NullHandler())  # what it says of a damaged picture, we say
     console.quiet = _rank() != 0
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears under its name only when it is complete and on the disk.
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A temporary file to write to, which takes the name of `path` when it is complete and on the disk.
 
     For one writer at a time; what one that was killed has left behind, the next one writes over.
     """
@@ -16,12 +19,18 @@ def write_whole(path: Path, content: bytes) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_bytes(content)
+        yield temporary
         flush(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     flush(path.parent)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    with written_whole(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def disk_is_full(error: BaseException) -> bool:

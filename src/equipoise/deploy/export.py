@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from equipoise.deploy.fold import fold
 from equipoise.deploy.network import Blueprint, Network
 from equipoise.deploy.packed import write_packed
 from equipoise.errors import UserError
-from equipoise.files import flush
+from equipoise.files import written_whole
 from equipoise.models import MODELS
 from equipoise.sparse import unpack
 from equipoise.topology.layers import unwrap
@@ -58,11 +58,14 @@ def export(network: Network, path: Path, form: str = "packed", values: str = "fl
     """Write a network; the file is there whole or not at all, and none is written over unless `force` says so."""
     check_request(path, form, values, force=force)
     write = FORMATS[form]
-    with written_whole(path) as temporary:
-        if form == "packed":
-            write(network, temporary, values)
-        else:
-            write(network, temporary)
+    try:
+        with written_whole(path) as temporary:
+            if form == "packed":
+                write(network, temporary, values)
+            else:
+                write(network, temporary)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write to {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def check_request(
@@ -81,21 +84,6 @@ def check_request(
         raise UserError(f"{path} exists; --force writes over it")
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent}")
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A temporary file to write to, which takes its place when it is complete and on the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        flush(temporary)
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write to {path}: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    flush(path.parent)
 
 
 # From a run

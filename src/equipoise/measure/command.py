@@ -13,12 +13,12 @@ from equipoise.errors import UserError
 from equipoise.measure.cost import measure_cost
 from equipoise.measure.descent import trajectories
 from equipoise.measure.picture import draw_descent
-from equipoise.measure.run import measure_trainer, read_measurements
+from equipoise.measure.run import measure_trainer
 from equipoise.measure.table import along_table, cost_line, cost_table, gradient_table, significant
 from equipoise.measure.theory import Setting
 from equipoise.study.table import make_table
 from equipoise.train import Trainer, checkpoint
-from equipoise.train.folder import strict_json
+from equipoise.train.folder import read_epochs, strict_json
 
 MU = 0.25  # Reddi et al.'s, where the smoothness L is not given
 
@@ -47,7 +47,7 @@ def measure_command(
 
 def _show_way(file: Path, console: Console) -> None:
     """What was measured while the run trained, where anything was."""
-    lines = read_measurements(file)
+    lines = read_epochs(file)
     if not lines:
         return
     try:

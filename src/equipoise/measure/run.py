@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -16,7 +15,7 @@ from equipoise.correction.snapshot import Snapshot
 from equipoise.errors import UserError
 from equipoise.measure.gradients import GAMMA, NOISE, measure_gradients
 from equipoise.seeds import derive
-from equipoise.train.folder import strict, strict_json
+from equipoise.train.folder import read_epochs, strict, strict_json
 from equipoise.train.loop import Trainer
 from equipoise.train.parts import autocast
 from equipoise.train.watch import Watcher
@@ -100,7 +99,7 @@ class MeasureWatcher(Watcher):
     def begin(self, trainer: Trainer) -> None:
         """Leave out the lines of epochs that a resumed run does again."""
         if self.file.exists():
-            kept = [line for line in read_measurements(self.file) if line["epoch"] <= trainer.epoch]
+            kept = [line for line in read_epochs(self.file) if line["epoch"] <= trainer.epoch]
             self.file.write_text("".join(strict_json(line) + "\n" for line in kept), encoding="utf-8")
         if trainer.batch == 0:
             self._remember(trainer)
@@ -118,18 +117,3 @@ class MeasureWatcher(Watcher):
         if (trainer.epoch + 1) % self.every == 0:
             self._before = self._before or Snapshot(trainer.parts.model)
             self._before.take()
-
-
-def read_measurements(file: Path) -> list[dict[str, Any]]:
-    """The lines of a measure.jsonl, none where there is no such file; one that a kill cut short is left out."""
-    if not file.is_file():
-        return []
-    lines = []
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("epoch"), int):
-            lines.append(line)
-    return lines

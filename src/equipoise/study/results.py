@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from equipoise.files import flush
+from equipoise.files import write_whole
 from equipoise.train.folder import strict
 
 VERSION = 1
@@ -116,14 +115,7 @@ class Reading:
 def write_result(path: Path, value: Mapping[str, Any]) -> None:
     """Write a result or study file, whole or not at all: strict JSON, floats of 6 digits, one line an epoch."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(_dump(rounded(strict(value))), encoding="utf-8")
-        flush(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    flush(path.parent)
+    write_whole(path, _dump(rounded(strict(value))).encode())
 
 
 def _dump(value: Mapping[str, Any]) -> str:

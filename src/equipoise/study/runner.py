@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from equipoise.errors import UserError
-from equipoise.measure.run import MeasureWatcher, measure_trainer, read_measurements
+from equipoise.measure.run import MeasureWatcher, measure_trainer
 from equipoise.seeds import derive
 from equipoise.study.launch import Failure, Launcher, here
 from equipoise.study.record import record
@@ -22,7 +22,7 @@ from equipoise.study.robust import first, make_judge
 from equipoise.study.study import Design, same_recipe
 from equipoise.study.table import percent
 from equipoise.train.evaluate import three_ways
-from equipoise.train.folder import RunFolder
+from equipoise.train.folder import RunFolder, read_epochs
 from equipoise.train.loop import Trainer, resume
 from equipoise.train.recipe import lay_over, make_recipe
 
@@ -210,8 +210,7 @@ def measurements(trainer: Trainer, along: Path) -> dict[str, Any]:
     found = measure_trainer(trainer)
     if along.is_file():
         found["along"] = [
-            {key: value for key, value in line.items() if key != "c_star_by_layer"}
-            for line in read_measurements(along)
+            {key: value for key, value in line.items() if key != "c_star_by_layer"} for line in read_epochs(along)
         ]
     return found
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from equipoise.errors import UserError
-from equipoise.files import flush
+from equipoise.files import flush, written_whole
 
 VERSION = 1
 
@@ -35,16 +35,11 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
     header = {"version": str(VERSION), "structure": json.dumps(_strip(state, "", tensors))}
     header["digest"] = _digest(header, tensors)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(tensors, temporary, metadata=header)
-        flush(temporary)
-        os.replace(temporary, path)
+        with written_whole(path) as temporary:
+            save_file(tensors, temporary, metadata=header)
     except (OSError, SafetensorError) as error:
         raise UserError(f"could not write the checkpoint {path}: {error}; those before it are intact") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-    flush(path.parent)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -80,18 +80,8 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The epochs so far. A last line that a kill cut short is left out."""
-        if not self.metrics_file.is_file():
-            return []
-        lines = []
-        for text in self.metrics_file.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict) and isinstance(line.get("epoch"), int):
-                lines.append(line)
-        return lines
+        """The epochs so far."""
+        return read_epochs(self.metrics_file)
 
     def forget_after(self, epoch: int) -> None:
         """Leave out the lines of epochs that a resumed run will do again."""
@@ -120,6 +110,24 @@ class RunFolder:
     def _write(self, path: Path, text: str) -> None:
         """Whole or not at all, like a checkpoint."""
         write_whole(path, text.encode())
+
+
+def read_epochs(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file that has one for each epoch, none where there is no file.
+
+    What is no such line, as the last one that a kill has cut short, is left out.
+    """
+    if not file.is_file():
+        return []
+    lines = []
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("epoch"), int):
+            lines.append(line)
+    return lines
 
 
 def in_use(path: Path) -> bool:
