@@ -18,7 +18,7 @@ from equipoise.cli import _open
 from equipoise.errors import UserError
 from equipoise.measure.run import measure_trainer
 from equipoise.study import runner
-from equipoise.study.launch import Failure, here, processes
+from equipoise.study.launch import Failure, here, processes, together
 from equipoise.study.runner import Job, jobs_of, run_job, run_study, state
 from equipoise.study.study import read_study
 from equipoise.train.folder import RunFolder
@@ -81,7 +81,8 @@ def test_every_arm_and_seed_has_a_result_like_its_run(tmp_path: Path) -> None:
         size = sum(layer["size"] for layer in value["layers"].values())
         active = sum(layer["active"] for layer in value["layers"].values())
         assert active / size == pytest.approx(value["epochs"][-1]["density"], rel=1e-5)
-        assert set(value["environment"]) == {"device", "torch", "python", "equipoise", "commit", "date"}
+        assert set(value["environment"]) == {"device", "torch", "python", "equipoise", "together", "commit", "date"}
+        assert value["environment"]["together"] == 1
         assert "robust" not in value
         assert "measured" not in value
 
@@ -315,6 +316,17 @@ def test_processes_share_the_gpus_and_outlive_a_death(monkeypatch: pytest.Monkey
     assert {gpu for _, gpu, _ in told} <= {"3", "5"}
     assert str(os.getpid()) not in {process for _, _, process in told}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
+
+
+def neighbours(_: int) -> int:
+    return together()
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [("3,5", 2), ("", 3)])
+def test_a_job_knows_how_many_share_its_device(gpus: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    assert dict(processes(3)(neighbours, [0])) == {0: expected}
+    assert together() == 1
 
 
 def wait_for_ever(folder: str) -> None:

@@ -22,6 +22,12 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 POLL = 0.2  # seconds between looks whether a signal has asked to stop
+_together = 1
+
+
+def together() -> int:
+    """How many jobs share the device of this process: their seconds are not those of a run alone."""
+    return _together
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,8 @@ def processes(count: int) -> Launcher:
         gpus, working, told = visible_gpus(), min(count, len(jobs)), threading.Event()
         for slot in range(working):
             gpu = gpus[slot % len(gpus)] if len(gpus) > 1 else None
-            threading.Thread(target=_serve, args=(work, waiting, done, gpu, count), daemon=True).start()
+            sharers = (count, -(-count // max(1, len(gpus))))
+            threading.Thread(target=_serve, args=(work, waiting, done, gpu, *sharers), daemon=True).start()
         try:
             while working:
                 outcome = _next(done, waiting, told)
@@ -134,6 +141,7 @@ def _serve(
     done: queue.SimpleQueue[tuple[Job, Result | Failure] | None],
     gpu: str | None,
     sharers: int,
+    on_its_device: int,
 ) -> None:
     """Hand one job after the other to a process of its own; one that dies takes only its job with it."""
     executor: ProcessPoolExecutor | None = None
@@ -143,7 +151,7 @@ def _serve(
         except queue.Empty:
             break
         if executor is None:
-            executor = ProcessPoolExecutor(1, get_context("spawn"), _begin, (gpu, sharers))
+            executor = ProcessPoolExecutor(1, get_context("spawn"), _begin, (gpu, sharers, on_its_device))
         try:
             done.put((job, executor.submit(attempt, work, job).result()))
         except signals.Stopped:
@@ -158,8 +166,10 @@ def _serve(
     done.put(None)
 
 
-def _begin(gpu: str | None, sharers: int) -> None:
+def _begin(gpu: str | None, sharers: int, on_its_device: int) -> None:
     """In a new process, before it touches a GPU."""
+    global _together
+    _together = on_its_device
     signals.stop_with_parent()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if gpu is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from equipoise import __version__
+from equipoise.study.launch import together
 from equipoise.study.results import VERSION
 from equipoise.train.loop import Trainer
 from equipoise.train.recipe import split
@@ -47,6 +48,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "equipoise": __version__,
+        "together": together(),
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }

@@ -135,7 +135,12 @@ def _provenance(study: Study) -> str:
     if not seen:
         return f"Not run: `equipoise study {study.name}`."
     missing = [arm for arm, results in study.results.items() if not results]
-    return f"Run on {'; '.join(sorted(seen))}." + (f" Not run: {', '.join(missing)}." if missing else "")
+    shared = any(r.environment.get("together", 1) != 1 for results in study.results.values() for r in results)
+    return (
+        f"Run on {'; '.join(sorted(seen))}."
+        + (" Several runs shared a device: seconds are longer than a run's own." if shared else "")
+        + (f" Not run: {', '.join(missing)}." if missing else "")
+    )
 
 
 def _claim_row(claim: Claim, verdict: Verdict) -> list[str]:

@@ -45,10 +45,11 @@ def _estimate(model: nn.Module, norms: list[_BatchNorm], batches: Iterable[Tenso
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # a cumulative mean
         norm.training = True
     seen = 0
-    for x in batches:
+    for number, x in enumerate(batches, 1):
+        for norm in norms:
+            norm.momentum = 1 / number  # a cumulative mean; momentum None is one too, but waits for the device
         model(x)
         seen += len(x)
     if seen == 0:

@@ -101,6 +101,8 @@ def _environments(results: Sequence[Result]) -> list[str]:
         place = result.environment
         found |= dict.fromkeys(str(place[key]) for key in ("device",) if place.get(key))
         found |= dict.fromkeys(f"{key} {place[key]}" for key in ("torch", "equipoise") if place.get(key))
+        if place.get("together", 1) != 1:
+            found["several runs at once on a device: their seconds are longer than a run's own"] = None
     days = sorted({str(r.environment["date"]) for r in results if r.environment.get("date")})
     return [*found, *days[:1], *([f"to {days[-1]}"] if len(days) > 1 else [])]
 
