@@ -289,8 +289,10 @@ def test_memory_does_not_grow_with_the_batches() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_finds_the_same() -> None:
     torch.manual_seed(0)
-    # no kink: a unit without active inputs is zero but for rounding after BatchNorm, and a ReLU would see its sign
-    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+    # No kink: a unit without active inputs is zero but for rounding after BatchNorm, and a ReLU would see its sign.
+    # No bias before BatchNorm: its gradient is nothing but rounding, and so would be its coefficient.
+    first = nn.Linear(FEATURES, 8, bias=False)
+    model = nn.Sequential(first, nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
     sparse(model)
     on_cpu = measure_gradients(model, loss_of, some_batches()).report()
     model.cuda()
