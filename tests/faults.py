@@ -2,23 +2,26 @@
 
     python tests/faults.py --kills 200 --pairs 20 --inputs 10000 --page docs/reliability.md
 
-Everything is drawn from --seed, except the moments of kills that come from outside.
+Everything is drawn from --seed, except the moments of kills that come from outside. SIGTERM or Ctrl-C cuts it short:
+what was found until then is written beside the page, which stays that of a whole run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import platform
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest import mock
 
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -28,16 +31,23 @@ from equipoise.errors import UserError
 from equipoise.train import apply_overrides, make_recipe, read_recipe
 from equipoise.train.parts import make_parts
 from equipoise.train.recipe import packaged_recipes
-from faults_input import Tally, run_command, try_files, without_training
+from faults_input import Tally, run_command, shown, told, try_files, without_training
 from faults_kill import Tally as Kills
 from faults_kill import kill_runs
 from faults_kinds import FILES, write_run
 from faults_page import page
-from test_fuzz import changed, changes, commands, overrides
+from test_fuzz import changed, changes, commands, numbers, overrides
 from train_helpers import tiny
 
 # of all inputs, in percent; the rest is shared out evenly among the kinds of files
-GENERATED = {"recipes, as values": 25, "overrides": 10, "command lines": 10, "recipes, made into models": 5}
+GENERATED = {
+    "recipes, as values": 25,
+    "overrides": 10,
+    "command lines": 10,
+    "command lines of numbers": 2,
+    "recipes, made into models": 5,
+}
+THEORY = ["--L", "--eta", "--c", "--n", "--N", "--alpha", "--gap", "--sigma", "--steps"]
 
 
 @dataclass
@@ -50,6 +60,7 @@ class Found:
     inputs: Tally = field(default_factory=Tally)
     seconds: float = 0.0
     environment: str = ""
+    cut_short: bool = False
 
     @property
     def failures(self) -> list[str]:
@@ -57,7 +68,7 @@ class Found:
 
 
 def generated(name: str, count: int, seed: int, folder: Path, tally: Tally) -> None:
-    """So many inputs that hypothesis makes; of a failure the simplest that it finds is kept."""
+    """So many inputs that hypothesis makes; of each error the last is kept, which is the simplest that it found."""
     from hypothesis import strategies as st
 
     def recipe(case: tuple[str, list[tuple[str, object]]]) -> None:
@@ -72,11 +83,15 @@ def generated(name: str, count: int, seed: int, folder: Path, tally: Tally) -> N
     def command(words: list[str]) -> None:
         run_command(words, folder)
 
+    def theory(options: dict[str, object]) -> None:
+        run_command(["theory", *(f"{option}={value}" for option, value in options.items())], folder)
+
     named = st.tuples(st.sampled_from(sorted(packaged_recipes())), changes())
     work: dict[str, tuple[st.SearchStrategy, Callable]] = {  # type: ignore[type-arg]
         "recipes, as values": (named, recipe),
         "overrides": (st.lists(overrides, max_size=4), override),
         "command lines": (commands, command),
+        "command lines of numbers": (st.dictionaries(st.sampled_from(THEORY), numbers, max_size=4), theory),
         "recipes, made into models": (changes(), model),
     }
     strategy, read = work[name]
@@ -88,13 +103,20 @@ def generated(name: str, count: int, seed: int, folder: Path, tally: Tally) -> N
         phases=[Phase.generate, Phase.shrink],
     )
 
+    failed: dict[str, str] = {}
+
     @seeded(seed)
     @options
     @given(strategy)
     def attempt(case: object) -> None:
         tally.inputs[name] += 1
-        with contextlib.suppress(UserError):
+        try:
             read(case)
+        except UserError:
+            pass
+        except Exception as error:
+            failed[type(error).__name__] = f"{shown(case)}: {told(error)}"
+            raise
 
     folder.mkdir(parents=True)
     if name == "command lines":
@@ -104,17 +126,24 @@ def generated(name: str, count: int, seed: int, folder: Path, tally: Tally) -> N
         with without_training():
             attempt()
     except Exception as error:
-        tally.failures.append(f"{name}: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}")
+        tally.failures += [f"{name}: {line}" for line in failed.values() or [told(error)]]
     shutil.rmtree(folder)
 
 
+def shares(count: int) -> dict[str, int]:
+    """How many inputs of each kind make up so many, or a few more."""
+    made = {name: -(-count * percent // 100) for name, percent in GENERATED.items()}
+    each = -(-(count - sum(made.values())) // len(FILES))
+    return made | {kind.name: max(each, 1) for kind in FILES}
+
+
 def feed(count: int, found: Found, folder: Path) -> None:
-    for name, percent in GENERATED.items():
-        generated(name, -(-count * percent // 100), found.seed, folder / "generated", found.inputs)
+    share = shares(count)
+    for name in GENERATED:
+        generated(name, share[name], found.seed, folder / "generated", found.inputs)
         say(found)
-    each = -(-(count - sum(found.inputs.inputs.values())) // len(FILES))
     for kind in FILES:
-        try_files(kind, folder / "files", max(each, 1), found.seed, found.inputs)
+        try_files(kind, folder / "files", share[kind.name], found.seed, found.inputs)
         say(found)
 
 
@@ -134,6 +163,39 @@ def say(found: Found) -> None:
     print(f"{runs} runs, {kills.total()} kills, {inputs} inputs, {len(found.failures)} failures")
 
 
+class CutShort(BaseException):
+    """Not a KeyboardInterrupt, which the command line takes for its own."""
+
+
+@contextlib.contextmanager
+def until_a_signal(found: Found) -> Iterator[None]:
+    """SIGTERM and Ctrl-C end the work within at once; a training within may not take them for its own."""
+
+    def stop(*_: object) -> None:
+        raise CutShort
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with mock.patch("equipoise.train.signals.stoppable", contextlib.nullcontext):
+            yield
+    except CutShort:
+        found.cut_short = True
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for process in multiprocessing.active_children():
+            process.kill()
+            process.join()
+
+
+def write_page(found: Found, path: Path, overwrite: bool) -> Path:
+    """The page itself, or one beside it for a run that was cut short."""
+    if found.cut_short and not overwrite:
+        path = path.with_suffix(".part.md")
+    path.write_text(page(found), encoding="utf-8")
+    return path
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="runs that are killed")
@@ -141,22 +203,22 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=10_000, help="wrong inputs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page", type=Path, help="the page to write the figures to")
+    parser.add_argument("--overwrite", action="store_true", help="write the page even when cut short")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     found = Found(asked.seed, environment=f"{datetime.now(UTC).date().isoformat()}, {versions}, one CPU core")
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # broken off, the page says how far it came
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, until_a_signal(found):
         for name, work in (("kills", kill), ("pairs", kill_pairs), ("inputs", feed)):
             if count := getattr(asked, name):
                 work(count, found, Path(folder) / name)
     found.seconds = time.monotonic() - started
     print(*found.failures, sep="\n")
     if asked.page is not None:
-        asked.page.write_text(page(found), encoding="utf-8")
-    return 1 if found.failures else 0
+        print(f"written: {write_page(found, asked.page, asked.overwrite)}")
+    return 1 if found.failures or found.cut_short else 0
 
 
 if __name__ == "__main__":

@@ -141,7 +141,14 @@ def _write_results(work: Path) -> None:
 
 
 def _read_results(work: Path, random: Random) -> None:
-    run_command(["report", random.choice(["results", "results/s"]), "-o", "out.html"], work)
+    words = random.choice(
+        [
+            ["report", "results", "-o", "out.html"],
+            ["report", "results/s", "-o", "out.html"],
+            ["study", "--reproduction", "out.md", "--results", "results"],
+        ]
+    )
+    run_command(words, work)
 
 
 FILES = [
@@ -152,8 +159,8 @@ FILES = [
     Kind("packed files", _write_packed, _in(".", "*.safetensors"), _read_packed),
     Kind("CIFAR pickles", _write_cifar, _in("data", "*/*"), _read_cifar),
     Kind("SVHN .mat files", _write_svhn, _in("data", "*.mat"), _read_data),
-    Kind("image files", _write_pictures, _in("data", "*/*/*"), _read_data),
-    Kind("results files", _write_results, _in("results", "*/*.json"), _read_results),
+    Kind("image files", _write_pictures, _in("data", "train/*/*"), _read_data),
+    Kind("results files", _write_results, _in("results", "*/*.json"), _read_results, ways=3),
 ]
 
 

@@ -36,6 +36,7 @@ def page(found: Found) -> str:
         "inputs": f"{sum(found.inputs.inputs.values()):,}",
         "failures": len(found.failures),
         "minutes": f"{found.seconds / 60:.0f}",
+        "cut": "\n\n**This run was cut short**; less was done than asked." if found.cut_short else "",
         "places": _table("place", "kills", {PLACES[key]: n for key, n in kills.most_common()}),
         "kinds": _table("input", "tried", dict(found.inputs.inputs)),
         "list": "\n".join(f"- {line}" for line in found.failures) or "None.",

@@ -86,7 +86,12 @@ def test_the_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [(["nothing"], "there is no file"), (["{}", "--repeats", "0"], "repeats")]
+    ("words", "told"),
+    [
+        (["nothing"], "there is no file"),
+        (["{}", "--repeats", "0"], "repeats"),
+        (["{}", "--threads", "99999999999"], "threads"),
+    ],
 )
 def test_wrong_input(file: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from equipoise.errors import UserError
+from equipoise.errors import UserError, one_line
 from equipoise.files import disk_is_full
 
 app = typer.Typer(
@@ -226,7 +226,7 @@ def export(
 def bench(
     file: Annotated[Path, typer.Argument(help="A file that `equipoise export` wrote.")],
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each rival; the median counts.")] = 15,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads; torch's own number by default.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads; torch's own by default.")] = None,
 ) -> None:
     """Size and speed of an exported file beside dense PyTorch and onnxruntime."""
     from equipoise.deploy import bench as deploy
@@ -378,7 +378,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail(message: str) -> None:
-    line = " ".join(message.split())
+    line = one_line(message)
     print(f"equipoise: process {_rank()}: {line}" if _rank() else f"equipoise: {line}", file=sys.stderr)
     sys.exit(2)
 
@@ -392,7 +392,7 @@ def _rank() -> int:
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     if console.quiet:
         return
-    print(f"equipoise: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"equipoise: warning: {one_line(str(message))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

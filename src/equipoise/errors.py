@@ -1,4 +1,6 @@
-"""The one exception that is meant to be read by a person."""
+"""The one exception that is meant to be read by a person, and the one line that a person sees of it."""
+
+LONGEST = 2000  # characters of a line; a wrong word of any length may be quoted in it
 
 
 class UserError(ValueError):
@@ -6,3 +8,11 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+
+def one_line(text: str, longest: int = LONGEST) -> str:
+    """Text as one line that means nothing to a terminal: control characters written out, a long middle left out."""
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    if len(line) > longest:
+        line = f"{line[: longest // 2]} ... {line[-longest // 2 :]}"
+    return line

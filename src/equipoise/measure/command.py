@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from equipoise.errors import UserError
+from equipoise.files import write_whole
 from equipoise.measure.cost import measure_cost
 from equipoise.measure.descent import trajectories
 from equipoise.measure.picture import draw_descent
@@ -32,7 +36,7 @@ def measure_command(
     cost = measure_cost(trainer)
     found = {"version": 1, "epoch": trainer.epoch, "against": against, "gradients": gradients, "cost": cost}
     text = strict_json(found, indent=2)
-    (run / "measure.json").write_text(text + "\n", encoding="utf-8")
+    write_whole(run / "measure.json", (text + "\n").encode())
     if as_json:
         print(text)
         return
@@ -74,6 +78,16 @@ def weights_at(trainer: Trainer, path: Path) -> dict[str, Tensor]:
     return weights
 
 
+@contextmanager
+def _computing() -> Iterator[None]:
+    """Numbers that overflow, or vanish where they divide, are wrong input."""
+    try:
+        yield
+    except ArithmeticError as error:
+        raise UserError(f"the numbers are too large or too small to compute with ({error})") from None
+
+
+@_computing()
 def make_setting(smoothness: float | None, eta: float, c: float, n: int, samples: int, alpha: float) -> Setting:
     """The numbers of the theory; L is the one of mu = 1/4 where it is not given."""
     if smoothness is None:
@@ -85,10 +99,13 @@ def make_setting(smoothness: float | None, eta: float, c: float, n: int, samples
 
 def theory_command(setting: Setting, gap: float, sigma: float, steps: int, out: Path, console: Console) -> None:
     """The numbers of Theorem 1 for AGENT beside those of SVRG and SGD, and the small problem's curves."""
-    if steps < 1 or gap < 0 or sigma < 0:
-        raise UserError(f"steps={steps}, gap={gap}, sigma={sigma}: steps are at least 1, the others not negative")
+    if steps < 1 or not (0 <= gap < math.inf and 0 <= sigma < math.inf):
+        raise UserError(
+            f"steps={steps}, gap={gap}, sigma={sigma}: steps are at least 1, the others finite and not negative"
+        )
     arms = {f"AGENT, c = {setting.coefficient:g}": setting, "SVRG": setting.svrg(), "SGD": setting.sgd()}
-    columns = [_column(arm, gap, sigma, steps) for arm in arms.values()]
+    with _computing():
+        columns = [_column(arm, gap, sigma, steps) for arm in arms.values()]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     title = (
         f"Theorem 1: L {setting.smoothness:.4g}, eta {setting.step_size:g}, n {setting.batch_size}, "

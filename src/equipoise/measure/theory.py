@@ -88,8 +88,8 @@ class Setting:
     split: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.smoothness > 0 and self.step_size > 0):
-            raise UserError(f"L is {self.smoothness} and eta {self.step_size}; both must be above 0")
+        if not (0 < self.smoothness < math.inf and 0 < self.step_size < math.inf):
+            raise UserError(f"L is {self.smoothness} and eta {self.step_size}; both must be above 0 and finite")
         if not 1 <= self.batch_size <= self.samples:
             raise UserError(f"the batch size is {self.batch_size}; it must lie between 1 and N = {self.samples}")
         if not 0 <= self.coefficient <= 1:

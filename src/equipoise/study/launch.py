@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing import active_children, get_context, parent_process
 from typing import Protocol, TypeVar
 
-from equipoise.errors import UserError
+from equipoise.errors import UserError, one_line
 from equipoise.files import disk_is_full
 from equipoise.train import signals
 
@@ -30,12 +30,18 @@ def together() -> int:
     return _together
 
 
+LONGEST_LINE = 300  # characters
+
+
 @dataclass(frozen=True)
 class Failure:
     """A job that came to no result: why, in one line, and where, unless the reason is wrong input."""
 
     line: str
     traceback: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "line", one_line(self.line, LONGEST_LINE))
 
 
 class Launcher(Protocol):
@@ -119,10 +125,10 @@ def attempt(work: Callable[[Job], Result], job: Job) -> Result | Failure:
     try:
         return work(job)
     except UserError as error:
-        return Failure(one_line(str(error)))
+        return Failure(str(error))
     except Exception as error:
         where = "" if disk_is_full(error) else traceback.format_exc()  # which could not be kept, either
-        return Failure(one_line(f"{type(error).__name__}: {error}"), where)
+        return Failure(f"{type(error).__name__}: {error}", where)
 
 
 def visible_gpus() -> list[str]:
@@ -160,7 +166,7 @@ def _serve(
             done.put((job, Failure("its process was killed; run the study again to go on with it")))
             executor = None
         except Exception as error:  # nothing may leave the reader of `done` waiting
-            done.put((job, Failure(one_line(f"{type(error).__name__}: {error}"), traceback.format_exc())))
+            done.put((job, Failure(f"{type(error).__name__}: {error}", traceback.format_exc())))
     if executor is not None:
         executor.shutdown()
     done.put(None)
@@ -185,9 +191,3 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def one_line(text: str) -> str:
-    """A message as one line of a terminal or a log."""
-    line = " ".join(text.split())
-    return line if len(line) <= 300 else f"{line[:297]}..."

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.errors import UserError
-from equipoise.study.launch import POLL, Failure, Job, Launcher, Result, attempt, one_line
+from equipoise.study.launch import POLL, Failure, Job, Launcher, Result, attempt
 from equipoise.train import signals
 
 PATIENCE = 5  # seconds for a cluster to answer
@@ -61,7 +61,7 @@ def _connect(ray: Any, address: str | None) -> None:
         # not by default: a cluster that happens to be in the environment is not asked for
         ray.init(address=address or "local", log_to_driver=False, configure_logging=False)
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
-        raise UserError(f"no Ray cluster answers at {address}: {one_line(str(error))}") from None
+        raise UserError(f"no Ray cluster answers at {address}: {error}") from None
 
 
 def _in_folder(folder: Path, work: Callable[[Job], Result], job: Job) -> Result | Failure:
@@ -74,4 +74,4 @@ def _outcome(ray: Any, reference: Any) -> Any:
     try:
         return ray.get(reference)
     except ray.exceptions.RayError as error:  # its process or its machine has gone
-        return Failure(one_line(f"{type(error).__name__}: {error}; run the study again to go on with it"))
+        return Failure(f"{type(error).__name__}: {error}; run the study again to go on with it")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.config import build, parse_yaml
+from equipoise.files import write_whole
 from equipoise.study.compare import Spread, Verdict, judge, spread, values_of
 from equipoise.study.reading import read_results
 from equipoise.study.results import Claim, PaperValue, Study
@@ -46,7 +47,7 @@ def write_page(results: Path, page: Path) -> None:
     names = dict.fromkeys(name for item in items for name in item.studies)
     studies = {name: with_results(read_design(name), found.get(name)) for name in names}
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text("\n".join(page_lines(items, studies)) + "\n", encoding="utf-8")
+    write_whole(page, ("\n".join(page_lines(items, studies)) + "\n").encode())
 
 
 def paper_items() -> list[Item]:
