@@ -7,6 +7,7 @@ next loan of the same shape. Kernels write the interior only, so the border stay
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from equipoise.sparse.kernels import LANES
+from equipoise.sparse.memory import zeros
 
 Border = tuple[int, int]
 NO_BORDER: Border = (0, 0)
@@ -29,22 +31,34 @@ class _Key(NamedTuple):
     border: Border
 
 
-_idle: defaultdict[_Key, list[Tensor]] = defaultdict(list)
+_idle: defaultdict[_Key, list[_Memory]] = defaultdict(list)
 _idle_bytes = 0
 _lent: dict[int, _Key] = {}
+
+
+class _Memory:
+    """A block of the arena: what numpy asks about it is asked at every loan, and answered once."""
+
+    def __init__(self, key: _Key) -> None:
+        rows, columns = key.border
+        shape = (key.blocks, key.channels, key.height + 2 * rows, key.width + 2 * columns, LANES)
+        self.tensor = zeros(math.prod(shape)).view(shape)
+        self.nbytes, self.address, self.steps = self.tensor.nbytes, self.tensor.data_ptr(), self.tensor.stride()
+        self.start = rows * self.steps[2] + columns * self.steps[3]
+        self.__array_interface__: dict[str, Any] = self.tensor.numpy().__array_interface__
 
 
 class _Loan:
     """Owner of lent memory; numpy keeps it alive, and its end gives the memory back."""
 
-    def __init__(self, key: _Key, memory: Tensor) -> None:
+    def __init__(self, key: _Key, memory: _Memory) -> None:
         self.key, self.memory = key, memory
-        self.__array_interface__: dict[str, Any] = memory.numpy().__array_interface__
-        _lent[memory.data_ptr()] = key
+        self.__array_interface__ = memory.__array_interface__
+        _lent[memory.address] = key
 
     def __del__(self) -> None:
         global _idle_bytes
-        if _lent.pop(self.memory.data_ptr(), None) is None:
+        if _lent.pop(self.memory.address, None) is None:
             return
         _idle_bytes += self.memory.nbytes
         _idle[self.key].append(self.memory)
@@ -63,17 +77,16 @@ def take(shape: tuple[int, int, int, int], border: Border = NO_BORDER) -> Tensor
     """(blocks, channels, height, width, lanes), not initialised, inside a border of zeros."""
     global _idle_bytes
     key = _Key(*shape, border)
-    blocks, channels, height, width, (rows, columns) = key
     waiting = _idle.get(key)
     if waiting:
         memory = waiting.pop()
         _idle_bytes -= memory.nbytes
     else:
-        memory = torch.zeros(blocks, channels, height + 2 * rows, width + 2 * columns, LANES)
-    if not memory.numel():
-        return memory
+        memory = _Memory(key)
+    if not memory.nbytes:
+        return memory.tensor
     lent = torch.from_numpy(np.asarray(_Loan(key, memory)))
-    return lent[:, :, rows : rows + height, columns : columns + width]
+    return lent.as_strided((*shape, LANES), memory.steps, memory.start)
 
 
 def border_of(tensor: Tensor) -> Border:

@@ -101,7 +101,7 @@ class PackedLayer(nn.Module):
         for pattern in self._patterns:
             if pattern.fits(self.index):
                 return pattern
-        self._patterns = [Pattern(self.shape, self.index.clone()), *self._patterns[:1]]
+        self._patterns = [Pattern(self.shape, self.index), *self._patterns[:1]]
         return self._patterns[0]
 
     @torch.no_grad()

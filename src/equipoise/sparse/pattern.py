@@ -62,10 +62,9 @@ class Taps:
         if transposed:
             rows, sources = sources, rows
         self.rows, self.phases = rows, math.prod(shape.stride) if transposed else 1
-        per_row = self.count / max(1, rows * self.phases)
-        block = max(CACHED_CHANNELS, math.ceil(sources * TAPS_PER_VISIT / max(per_row, 1e-9)))
-        self.blocks = 1 if one_block else -(-sources // block)
-        block = max(block, sources) if one_block else block
+        visits = 1 if one_block else max(1, self.count // max(1, rows * self.phases * TAPS_PER_VISIT))
+        block = max(CACHED_CHANNELS, -(-sources // visits))
+        self.blocks = -(-sources // block)
         self.start = torch.empty(self.phases * self.blocks * rows + 1, dtype=torch.int32)
         self.order, self._source, self._which = torch.empty(3, max(1, self.count), dtype=torch.int32)
         self.taps = torch.empty(max(1, self.count), 2, dtype=torch.int32)  # float weight, int offset
@@ -145,13 +144,19 @@ class Pattern:
     """Active weights of one layer, as ascending flat indices, with both directions built when first needed."""
 
     def __init__(self, shape: ConvShape, index: Tensor) -> None:
-        self.shape, self.index = shape, index.to(torch.int32).contiguous()
+        self.shape, self.index = shape, index.to(torch.int32, copy=True)
+        self._seen = (index, index._version)
         self._forward: Taps | None = None
         self._transposed: Taps | None = None
 
     def fits(self, index: Tensor) -> bool:
-        """Whether this is the pattern of these indices."""
-        return torch.equal(self.index, index)
+        """Whether this is the pattern of these indices; asked at every step, mostly of the very same tensor."""
+        if self._seen[0] is index and self._seen[1] == index._version:
+            return True
+        if not torch.equal(self.index, index):
+            return False
+        self._seen = (index, index._version)
+        return True
 
     @property
     def forward(self) -> Taps:

@@ -12,6 +12,7 @@ from torch.fx import Node
 from equipoise.sparse import functional, kernels
 from equipoise.sparse.arena import NO_BORDER, Border
 from equipoise.sparse.kernels import Step
+from equipoise.sparse.memory import Slab
 from equipoise.sparse.modules import BlockedBatchNorm, PackedLayer
 from equipoise.sparse.pattern import ConvShape, Taps
 
@@ -26,6 +27,7 @@ class Program:
         self.model, self.lanes, self.blocks = model, lanes, blocks
         self.steps: list[Step] = []
         self._keep: list[Any] = []  # whatever the steps point to
+        self._slab = Slab()
         self._values: dict[Node, Tensor] = {}
         self._folded: set[Node] = set()
         self.dims = len(shape) + 1
@@ -48,10 +50,9 @@ class Program:
         if self.lanes == 1:
             pitch = max(pitch, -(-width // COLUMNS) * COLUMNS + columns)
         plane = (height + 2 * rows) * pitch
-        memory = torch.zeros((self.blocks * channels * plane + 2 * pitch) * self.lanes + 64)
-        self._keep.append(memory)
+        memory = self._slab.take((self.blocks * channels * plane + 2 * pitch) * self.lanes + 64)
         steps = tuple(self.lanes * step for step in (channels * plane, plane, pitch, 1))
-        start = self.lanes * (rows * pitch + columns)
+        start = memory.storage_offset() + self.lanes * (rows * pitch + columns)
         view = memory.as_strided((self.blocks, *shape, self.lanes), (*steps, 1), start)
         view.border = border  # type: ignore[attr-defined]
         return view
@@ -128,8 +129,7 @@ class Program:
 
     def _vector(self, count: int) -> Tensor:
         """`count` channels side by side: planes of one value need no room for whole vectors."""
-        memory = torch.zeros(self.blocks * count + 64)
-        self._keep.append(memory)
+        memory = self._slab.take(self.blocks * count + 64)
         return memory.as_strided((self.blocks, count, 1, 1, 1), (count, 1, 1, 1, 1))
 
     def _add_layer(self, node: Node, layer: PackedLayer) -> None:

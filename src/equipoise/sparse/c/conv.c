@@ -20,13 +20,18 @@ static int tile_at(int64_t i, int64_t width, int64_t positions) {
 typedef struct {
     const float *x[MAX_TILE];
     float *y[MAX_TILE];
+    int64_t block;       /* of images, that of the last position */
+    const float *unread; /* what this tile reads of a plane and the one before did not: from here, */
+    int64_t lines;       /* so many places; none where a tile spans several small planes */
 } tile;
 
 /* Memory is far: while one tile is at work, the rows of it ask for the planes that the next one will read. */
-INLINE void fetch_next(const tile *next, const map *x, int64_t reach, int64_t y_row, int write, int64_t row,
-                       int64_t rows, const int T) {
-    for (int64_t c = x->c * row / rows; c < x->c * (row + 1) / rows; c++)
-        for (int i = 0; i < T; i++) __builtin_prefetch(next->x[i] + c * x->sc + reach);
+INLINE void fetch_next(const tile *next, const map *x, int64_t y_row, int write, int64_t row, int64_t rows,
+                       const int T) {
+    for (int64_t c = x->c * row / rows; c < x->c * (row + 1) / rows; c++) {
+        for (int64_t i = 0; i < next->lines; i++) __builtin_prefetch(next->unread + c * x->sc + i * LANES);
+        for (int i = 0; i < T && !next->lines; i++) __builtin_prefetch(next->x[i] + c * x->sc);
+    }
     for (int i = 0; i < T && y_row >= 0; i++) {
         if (write)
             __builtin_prefetch(next->y[i] + y_row, 1);
@@ -40,7 +45,18 @@ INLINE void place(tile *t, const map *x, const map *y, int64_t first, int count)
         int64_t p = first + i, w = p % y->w, h = p / y->w % y->h, n = p / y->w / y->h;
         t->x[i] = x->data + n * x->sn + h * x->sh + w * x->sw;
         t->y[i] = y->data + n * y->sn + h * y->sh + w * y->sw;
+        t->block = n;
     }
+}
+
+/* The tile after `now`. Reach is the furthest that a tap looks ahead; it looks back as far. */
+INLINE void place_next(tile *next, int next_count, const tile *now, int count, const map *x, const map *y,
+                       int64_t first, int64_t reach) {
+    place(next, x, y, first, next_count);
+    const float *end = next->x[next_count - 1] + reach;
+    next->unread = next->block == now->block ? now->x[count - 1] + reach + LANES
+                                             : x->data + next->block * x->sn - (reach < 0 ? -reach : reach);
+    next->lines = y->h * y->w < next_count ? 0 : (end - next->unread) / LANES + 1;
 }
 
 /* ---- convolution: forward, and input gradient on the transposed pattern ---- */
@@ -62,7 +78,7 @@ INLINE void conv_rows(const conv_work *a, const tile *t, const tile *next, int64
     for (int64_t row = from; row < end; row++) {
         const tap *k = a->taps + start[row], *stop = a->taps + start[row + 1];
         const int64_t to = row * a->y->sc;
-        if (last && next) fetch_next(next, a->x, a->reach, past ? -1 : to, 1, row - from, end - from, T);
+        if (last && next) fetch_next(next, a->x, past ? -1 : to, 1, row - from, end - from, T);
         if (k == stop && !first && !(last && a->relu)) continue;
         vec acc[MAX_TILE][2];
         if (first) {
@@ -128,9 +144,9 @@ static void conv_job(const void *work, int part, int parts) {
     for (int64_t i = first; i < stop; i++) {
         const int count = tile_at(i, width, positions);
         if (i == first) place(&now, a->x, a->y, i * width, count);
-        const int more = i + 1 < stop && tile_at(i + 1, width, positions) == count;
-        if (i + 1 < stop) place(&next, a->x, a->y, (i + 1) * width, tile_at(i + 1, width, positions));
-        conv_tile(a, &now, more ? &next : NULL, count, row, end);
+        const int then = i + 1 < stop ? tile_at(i + 1, width, positions) : 0;
+        if (then) place_next(&next, then, &now, count, a->x, a->y, (i + 1) * width, a->reach);
+        conv_tile(a, &now, then == count ? &next : NULL, count, row, end);
         now = next;
     }
 }
@@ -161,7 +177,7 @@ INLINE void grad_rows(const grad_work *a, const tile *t, const tile *next, int64
     const tap *base = a->taps + start[row];
     for (int64_t r = row; r < end; r++) {
         const tap *k = a->taps + start[r], *stop = a->taps + start[r + 1];
-        if (next) fetch_next(next, a->x, a->reach, r * a->dy->sc, 0, r - row, end - row, T);
+        if (next) fetch_next(next, a->x, r * a->dy->sc, 0, r - row, end - row, T);
         if (k == stop && !dbias) continue;
         vec g[MAX_TILE][2];
 #pragma GCC unroll 8
@@ -188,25 +204,31 @@ INLINE void grad_rows(const grad_work *a, const tile *t, const tile *next, int64
     }
 }
 
-CLONES static void grad_tile(const grad_work *a, const tile *t, const tile *next, int count, int64_t block,
-                             int64_t row, int64_t end, vec *dot, vec *dbias) {
+/* All blocks of source channels of one tile: so its part of dy stays in cache. */
+CLONES static void grad_tile(const grad_work *a, const tile *t, const tile *next, int count, int64_t row,
+                             int64_t end, vec *dot, vec *dbias) {
+    for (int64_t b = 0; b < a->blocks; b++) {
+        const tile *ahead = b == a->blocks - 1 ? next : NULL;
+        vec *bias = b == 0 ? dbias : NULL;
 #define CASE(T) \
-    case T: grad_rows(a, t, next, block, row, end, dot, dbias, T); break;
-    switch (count) { FOR_EACH_TILE_WIDTH(CASE) }
+    case T: grad_rows(a, t, ahead, b, row, end, dot, bias, T); break;
+        switch (count) { FOR_EACH_TILE_WIDTH(CASE) }
 #undef CASE
+        dot += a->start[b * a->dy->c + end] - a->start[b * a->dy->c + row];
+    }
 }
 
-/* The tiles from `first` to `stop`, for the rows from `row` to `end` and one block of source channels. */
-static void grad_tiles(const grad_work *a, int64_t first, int64_t stop, int64_t block, int64_t row, int64_t end,
-                       vec *dot, vec *dbias) {
+/* The tiles from `first` to `stop`, for the rows from `row` to `end`; a sum for each of their taps, block by block. */
+static void grad_tiles(const grad_work *a, int64_t first, int64_t stop, int64_t row, int64_t end, vec *dot,
+                       vec *dbias) {
     const int64_t positions = a->dy->n * a->dy->h * a->dy->w;
     tile now, next;
     for (int64_t i = first; i < stop; i++) {
         const int count = tile_at(i, a->width, positions);
         if (i == first) place(&now, a->x, a->dy, i * a->width, count);
-        const int more = i + 1 < stop && tile_at(i + 1, a->width, positions) == count;
-        if (i + 1 < stop) place(&next, a->x, a->dy, (i + 1) * a->width, tile_at(i + 1, a->width, positions));
-        grad_tile(a, &now, more ? &next : NULL, count, block, row, end, dot, block ? NULL : dbias);
+        const int then = i + 1 < stop ? tile_at(i + 1, a->width, positions) : 0;
+        if (then) place_next(&next, then, &now, count, a->x, a->dy, (i + 1) * a->width, a->reach);
+        grad_tile(a, &now, then == count ? &next : NULL, count, row, end, dot, dbias);
         now = next;
     }
 }
@@ -218,13 +240,14 @@ static void grad_by_rows(const void *work, int part, int parts) {
     const int64_t row = eq_split_rows(a->start, a->blocks, rows, part, parts);
     const int64_t end = eq_split_rows(a->start, a->blocks, rows, part + 1, parts);
     vec *dbias = a->dbias ? eq_scratch((end - row) * sizeof(vec)) : NULL;
-    for (int64_t b = 0; b < a->blocks; b++) {
-        const int32_t from = a->start[b * rows + row], to = a->start[b * rows + end];
-        vec *dot = eq_scratch((to - from) * sizeof(vec));
-        grad_tiles(a, 0, a->tiles, b, row, end, dot, dbias);
-        for (int32_t k = from; k < to; k++) a->dvalues[a->order[k]] = sum(dot[k - from]);
-        free(dot);
-    }
+    int64_t taps = 0;
+    for (int64_t b = 0; b < a->blocks; b++) taps += a->start[b * rows + end] - a->start[b * rows + row];
+    vec *dot = eq_scratch(taps * sizeof(vec)), *seen = dot;
+    grad_tiles(a, 0, a->tiles, row, end, dot, dbias);
+    for (int64_t b = 0; b < a->blocks; b++)
+        for (int32_t k = a->start[b * rows + row]; k < a->start[b * rows + end]; k++)
+            a->dvalues[a->order[k]] = sum(*seen++);
+    free(dot);
     for (int64_t r = row; dbias && r < end; r++) a->dbias[r] = sum(dbias[r - row]);
     free(dbias);
 }
@@ -234,9 +257,7 @@ static void grad_by_tiles(const void *work, int part, int parts) {
     const grad_work *a = work;
     const int64_t rows = a->dy->c, taps = a->start[a->blocks * rows] - a->start[0];
     vec *dot = a->sums + part * (taps + rows), *dbias = a->dbias ? dot + taps : NULL;
-    for (int64_t b = 0; b < a->blocks; b++)
-        grad_tiles(a, a->tiles * part / parts, a->tiles * (part + 1) / parts, b, 0, rows,
-                   dot + (a->start[b * rows] - a->start[0]), dbias);
+    grad_tiles(a, a->tiles * part / parts, a->tiles * (part + 1) / parts, 0, rows, dot, dbias);
 }
 
 static void add_up(const grad_work *a, int parts) {
