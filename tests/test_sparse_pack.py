@@ -179,7 +179,7 @@ def test_frozen_model_is_the_model_in_eval_mode(
     torch.manual_seed(2)
     model = make().eval()
     frozen, exact = freeze(pack(model, sparse(model, density))), copy.deepcopy(model).double()
-    for images in (1, 3, 8, 37, 64):
+    for images in (0, 1, 3, 8, 37, 64, 200):  # the last: more than go through it together
         x = torch.randn(images, *shape)
         torch.testing.assert_close(frozen(x).double(), exact(x.double()), rtol=1e-3, atol=1e-4)
     larger = torch.randn(2, *shape[:-1], shape[-1] + 2) if make is not plain else x

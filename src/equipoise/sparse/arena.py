@@ -84,7 +84,7 @@ def take(shape: tuple[int, int, int, int], border: Border = NO_BORDER) -> Tensor
     else:
         memory = _Memory(key)
     if not memory.nbytes:
-        return memory.tensor
+        return torch.empty(*shape, LANES)
     lent = torch.from_numpy(np.asarray(_Loan(key, memory)))
     return lent.as_strided((*shape, LANES), memory.steps, memory.start)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from typing import Any
 
@@ -17,7 +18,10 @@ from equipoise.sparse.modules import BlockedBatchNorm, PackedLayer
 from equipoise.sparse.program import Program
 
 FEW = 8  # images below which plane by plane beats side by side
-CHUNK = 2  # blocks of images that go through the whole network together, so that activations stay in cache
+# Images that go through the whole network together: many, so that threads are woken seldom and share large steps,
+# but no more than a batch of 128 small ones, for every step has a buffer of its own.
+POSITIONS = 128 * 32 * 32
+MOST_BLOCKS = 8
 BLOCKED = {functional.relu, functional.max_pool, functional.add, functional.avg_pool, functional.flatten}
 
 
@@ -91,22 +95,21 @@ class Frozen(nn.Module):
         return values[self._after[-1]]
 
     def _run(self, x: Tensor) -> Tensor:
-        few = x.shape[0] < FEW
-        program = self._program(tuple(x.shape[1:]), few)
-        _, channels, height, width, _ = program.output.shape
-        out = x.new_empty(x.shape[0], *(channels, height, width)[: {4: 3, 3: 3, 2: 1}[program.dims]])
-        step = 1 if few else program.blocks * LANES
-        images = x.reshape(x.shape[0], *program.input.shape[1:4])
-        for first in range(0, x.shape[0], step):
-            self._load(program, images[first : first + step])
-            program.run()
-            self._store(program, out[first : first + step])
-        return out.squeeze(2) if program.dims == 3 else out
+        lanes = 1 if x.shape[0] < FEW else LANES
+        shape = tuple(x.shape[1:])
+        parts: list[Tensor] = []
+        for images in x.split(1 if lanes == 1 else LANES * _most_blocks(shape)):
+            program = self._program(shape, _round_up(-(-images.shape[0] // lanes)), lanes)
+            if images.shape[0]:
+                self._load(program, images.reshape(images.shape[0], *program.input.shape[1:4]))
+                program.run()
+            parts.append(self._result(program, images.shape[0]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _program(self, shape: tuple[int, ...], few: bool) -> Program:
-        key = (int(few), *shape)
+    def _program(self, shape: tuple[int, ...], blocks: int, lanes: int) -> Program:
+        key = (blocks, lanes, *shape)
         if key not in self._programs:
-            self._programs[key] = Program(self._inside, self.model, shape, 1 if few else CHUNK, 1 if few else LANES)
+            self._programs[key] = Program(self._inside, self.model, shape, blocks, lanes)
         return self._programs[key]
 
     def _load(self, program: Program, x: Tensor) -> None:
@@ -116,14 +119,26 @@ class Frozen(nn.Module):
             plain = Map(x.data_ptr(), *x.shape, *x.stride())
             kernels.library().eq_layout(byref(plain), byref(kernels.describe(program.input)), 1, kernels.threads())
 
-    def _store(self, program: Program, out: Tensor) -> None:
-        whole = out.view(out.shape[0], *program.output.shape[1:4])
+    def _result(self, program: Program, images: int) -> Tensor:
+        whole = program.output.new_empty(images, *program.output.shape[1:4])
         if program.lanes == 1:
             whole.copy_(program.output[..., 0])
-            return
-        plain = Map(whole.data_ptr(), *whole.shape, *whole.stride())
-        blocks = program.output[: -(-out.shape[0] // LANES)]
-        kernels.library().eq_layout(byref(plain), byref(kernels.describe(blocks)), 0, kernels.threads())
+        else:
+            plain = Map(whole.data_ptr(), *whole.shape, *whole.stride())
+            blocks = program.output[: -(-images // LANES)]
+            kernels.library().eq_layout(byref(plain), byref(kernels.describe(blocks)), 0, kernels.threads())
+        return {4: whole, 3: whole.squeeze(2), 2: whole.flatten(1)}[program.dims]
+
+
+def _most_blocks(shape: tuple[int, ...]) -> int:
+    """A power of two."""
+    room = POSITIONS // (LANES * math.prod(shape[1:]))
+    return 1 << (min(max(room, 1), MOST_BLOCKS).bit_length() - 1)
+
+
+def _round_up(count: int) -> int:
+    """To a power of two, so that batches of all sizes share few programs."""
+    return 1 << max(count - 1, 0).bit_length()
 
 
 def _evaluate(node: Node, values: dict[Node, Any], model: nn.Module) -> Any:
