@@ -19,6 +19,7 @@ from equipoise.sparse.layout import Blocked, unblock
 from equipoise.sparse.pattern import ConvShape, Pattern
 
 IDENTITY, FIXED, BATCH = range(3)
+MAPS = frozenset(name for name, kind in Norm._fields_ if kind is Map)
 Watcher = Callable[[Tensor], None]
 
 
@@ -183,12 +184,14 @@ def fused(
 
 
 def _norm_arguments(how: Fused, images: int, tensors: dict[str, Tensor | None]) -> Norm:
-    arguments = Norm(images=images, norm=how.norm, relu=how.relu, pool=how.pool, eps=how.eps, momentum=how.momentum)
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            is_map = isinstance(getattr(arguments, name), Map)
-            setattr(arguments, name, kernels.describe(tensor) if is_map else tensor.data_ptr())
-    return arguments
+    described = {
+        name: kernels.describe(tensor) if name in MAPS else tensor.data_ptr()
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+    return Norm(
+        images=images, norm=how.norm, relu=how.relu, pool=how.pool, eps=how.eps, momentum=how.momentum, **described
+    )
 
 
 class _Fused(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Blocked:
     grad_border: Border = NO_BORDER  # border that the producer would like around its gradient
 
     def with_data(self, data: Tensor, grad_border: Border = NO_BORDER) -> Blocked:
-        return replace(self, data=data, grad_border=grad_border)
+        return Blocked(data, self.images, self.dims, grad_border)
 
     @property
     def plain_shape(self) -> tuple[int, ...]:

@@ -101,7 +101,7 @@ CLONES static void norm_channel(const norm_work *a, int64_t c) {
     float scale, shift;
     prepare(a, c, &scale, &shift);
     const int past = streams(&a->out);
-    for (int64_t n = 0; n < a->y.n; n++)
+    for (int64_t n = a->y.n - 1; n >= 0; n--) /* what was read last is still in cache */
         past ? apply(a, n, c, splat(scale), splat(shift), 1) : apply(a, n, c, splat(scale), splat(shift), 0);
 }
 
@@ -213,7 +213,7 @@ CLONES static void norm_back_channel(const norm_work *a, int64_t c) {
         k.by_y = splat(-scale * inv * inv * sum_gy / count);
     }
     const int past = streams(&a->dy);
-    for (int64_t n = 0; n < a->y.n; n++) {
+    for (int64_t n = a->y.n - 1; n >= 0; n--) {
         real_lanes(a, n, k.lanes);
         if (past)
             a->pool ? back_plane(a, n, c, &k, 1, 4, 1) : back_plane(a, n, c, &k, 1, 1, 1);
