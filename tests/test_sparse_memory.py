@@ -57,3 +57,5 @@ def test_a_pattern_notices_indices_that_change_in_place() -> None:
     index[1] = 2
     assert pattern.fits(index)
     assert pattern.fits(index.clone())
+    index.data = torch.tensor([1, 2], dtype=torch.int32)  # as a snapshot does
+    assert not pattern.fits(index)

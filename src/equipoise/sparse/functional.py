@@ -19,7 +19,7 @@ from equipoise.sparse.layout import Blocked, unblock
 from equipoise.sparse.pattern import ConvShape, Pattern
 
 IDENTITY, FIXED, BATCH = range(3)
-MAPS = frozenset(name for name, kind in Norm._fields_ if kind is Map)
+MAPS = frozenset(field[0] for field in Norm._fields_ if field[1] is Map)
 Watcher = Callable[[Tensor], None]
 
 

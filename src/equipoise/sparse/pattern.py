@@ -145,18 +145,12 @@ class Pattern:
 
     def __init__(self, shape: ConvShape, index: Tensor) -> None:
         self.shape, self.index = shape, index.to(torch.int32, copy=True)
-        self._seen = (index, index._version)
         self._forward: Taps | None = None
         self._transposed: Taps | None = None
 
     def fits(self, index: Tensor) -> bool:
-        """Whether this is the pattern of these indices; asked at every step, mostly of the very same tensor."""
-        if self._seen[0] is index and self._seen[1] == index._version:
-            return True
-        if not torch.equal(self.index, index):
-            return False
-        self._seen = (index, index._version)
-        return True
+        """Whether this is the pattern of these indices: by value, for a snapshot puts others into the same tensor."""
+        return torch.equal(self.index, index)
 
     @property
     def forward(self) -> Taps:
