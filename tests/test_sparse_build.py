@@ -94,6 +94,7 @@ def test_kernels_stay_within_their_memory(tmp_path: Path) -> None:
         "EQUIPOISE_CFLAGS": flags,
         "LD_PRELOAD": " ".join(found),
         "ASAN_OPTIONS": "detect_leaks=0",
+        "EQUIPOISE_HUGE_PAGES": "off",
         "OMP_NUM_THREADS": "2",
     }
     files = [str(TESTS / name) for name in ("test_sparse_kernels.py", "test_sparse_pack.py")]

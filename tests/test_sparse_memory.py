@@ -59,3 +59,11 @@ def test_a_pattern_notices_indices_that_change_in_place() -> None:
     assert pattern.fits(index.clone())
     index.data = torch.tensor([1, 2], dtype=torch.int32)  # as a snapshot does
     assert not pattern.fits(index)
+
+
+def test_huge_pages_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EQUIPOISE_HUGE_PAGES", "off")
+    slab = Slab()
+    one, other = slab.take(8), slab.take(8)
+    assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 8 * FLOAT
+    assert zeros(2 * HUGE_PAGE).untyped_storage().nbytes() == 2 * HUGE_PAGE * FLOAT
