@@ -120,7 +120,7 @@ def _set(moment: str, count: int) -> None:
         "after a refresh": (Correction, "refresh", _die),
         "after a line": (RunFolder, "append", _die),
         "after half a checkpoint": (checkpoint, "save_file", _halve),
-        "before a checkpoint has its name": (checkpoint, "flush", _die),
+        "before a checkpoint has its name": (checkpoint, "save_file", _die),
         "before old checkpoints are gone": (Store, "paths", None),
         "before the result": (RunFolder, "finish", None),
     }
