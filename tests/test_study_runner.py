@@ -380,7 +380,10 @@ def test_processes_and_here_come_to_the_same_results(tmp_path: Path) -> None:
     run(source, tmp_path / "here")
     jobs = jobs_of(design, tmp_path / "there/results", tmp_path / "there/runs")
     assert run_study(design, jobs, tmp_path / "there/results", processes(2), lambda line: None)
-    assert results_of(tmp_path / "there") == results_of(tmp_path / "here")
+    here_found, there_found = results_of(tmp_path / "here"), results_of(tmp_path / "there")
+    assert [value["environment"].pop("together") for value in here_found.values()] == [1] * len(jobs)
+    assert [value["environment"].pop("together") for value in there_found.values()] == [2] * len(jobs)
+    assert there_found == here_found
 
 
 def test_a_job_is_a_function_of_what_can_be_sent(tmp_path: Path) -> None:
