@@ -236,3 +236,13 @@ def test_whatever_stands_in_a_file_the_page_is_made(tmp_path: Path, data: st.Dat
         make_page(reading, "s").encode("utf-8", "replace")
     finally:
         (folder / name).write_text(sound)
+
+
+def test_a_file_that_says_the_same_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "study.json"
+    write_result(file, {"version": 1, "name": "a"})
+    before = file.stat().st_ino
+    write_result(file, {"version": 1, "name": "a"})
+    assert file.stat().st_ino == before
+    write_result(file, {"version": 1, "name": "b"})
+    assert json.loads(file.read_text())["name"] == "b"

@@ -325,7 +325,8 @@ def neighbours(_: int) -> int:
 @pytest.mark.parametrize(("gpus", "expected"), [("3,5", 2), ("", 3)])
 def test_a_job_knows_how_many_share_its_device(gpus: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    assert dict(processes(3)(neighbours, [0])) == {0: expected}
+    assert dict(processes(3)(neighbours, [0, 1, 2])) == dict.fromkeys(range(3), expected)
+    assert dict(processes(3)(neighbours, [0])) == {0: 1}
     assert together() == 1
 
 

@@ -78,7 +78,7 @@ def processes(count: int) -> Launcher:
         gpus, working, told = visible_gpus(), min(count, len(jobs)), threading.Event()
         for slot in range(working):
             gpu = gpus[slot % len(gpus)] if len(gpus) > 1 else None
-            sharers = (count, -(-count // max(1, len(gpus))))
+            sharers = (count, -(-min(count, len(jobs)) // max(1, len(gpus))))
             threading.Thread(target=_serve, args=(work, waiting, done, gpu, *sharers), daemon=True).start()
         try:
             while working:

@@ -113,9 +113,14 @@ class Reading:
 
 
 def write_result(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a result or study file, whole or not at all: strict JSON, floats of 6 digits, one line an epoch."""
+    """Write a result or study file, whole or not at all: strict JSON, floats of 6 digits, one line an epoch.
+
+    A file that is there already stays: several processes may begin the same study, and say the same of it.
+    """
+    content = _dump(rounded(strict(value))).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, _dump(rounded(strict(value))).encode())
+    if not path.is_file() or path.read_bytes() != content:
+        write_whole(path, content)
 
 
 def _dump(value: Mapping[str, Any]) -> str:
