@@ -231,12 +231,12 @@ def test_nothing_of_a_job_stays_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
     held: list[Any] = []
     original = runner.record
 
-    def watched(study: str, arm: str, trainer: Any, result: Any) -> Any:
+    def watched(study: str, arm: str, trainer: Any, *rest: Any) -> Any:
         held.append(weakref.ref(trainer.parts.model))
         held.append(weakref.ref(trainer.parts.correction))
         if arm == "bad":
             raise RuntimeError("after all the work")
-        return original(study, arm, trainer, result)
+        return original(study, arm, trainer, *rest)
 
     monkeypatch.setattr(runner, "record", watched)
     gc.disable()  # so that the job itself must have collected
@@ -328,6 +328,13 @@ def test_a_job_knows_how_many_share_its_device(gpus: str, expected: int, monkeyp
     assert dict(processes(3)(neighbours, [0, 1, 2])) == dict.fromkeys(range(3), expected)
     assert dict(processes(3)(neighbours, [0])) == {0: 1}
     assert together() == 1
+
+
+def test_a_result_says_that_others_ran_beside_it(tmp_path: Path) -> None:
+    design = read_study(write_study(tmp_path))
+    jobs = jobs_of(design, tmp_path / "results", tmp_path / "runs", seeds=[0], beside=1)
+    assert run_study(design, jobs, tmp_path / "results", here, lambda line: None)
+    assert {value["environment"]["together"] for value in results_of(tmp_path).values()} == {2}
 
 
 def wait_for_ever(folder: str) -> None:

@@ -191,6 +191,9 @@ def study(
     ] = None,
     launcher: Annotated[str, typer.Option(help="local processes, or tasks of a ray cluster.")] = "local",
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster; one on this machine by default.")] = None,
+    beside: Annotated[
+        int, typer.Option(min=0, help="Runs of others on the same device; a result says so beside its seconds.")
+    ] = 0,
 ) -> None:
     """Run what is missing of a study: arms x seeds, one result file each."""
     from equipoise.study.command import study_command
@@ -198,7 +201,7 @@ def study(
 
     with stoppable(f"equipoise study {file}"):
         chosen = (only or [], seeds, list_only, reproduction)
-        sound = study_command(file, results, work, data, jobs, *chosen, console, launcher, address)
+        sound = study_command(file, results, work, data, jobs, *chosen, console, launcher, address, beside)
     if not sound:
         raise typer.Exit(1)
 

@@ -29,6 +29,7 @@ def study_command(
     console: Console,
     launcher: str = "local",
     address: str | None = None,
+    beside: int = 0,
 ) -> bool:
     """Run, list, or write the page; whether all went well."""
     if launcher not in ("local", "ray"):
@@ -46,7 +47,7 @@ def study_command(
             console.print(f"{name:<28}{read_design(name).title}")
         return True
     design = read_study(file)
-    chosen = jobs_of(design, results, work, list(dict.fromkeys(only)), parse_seeds(seeds), data)
+    chosen = jobs_of(design, results, work, list(dict.fromkeys(only)), parse_seeds(seeds), data, beside)
     if list_only:
         for job in chosen:
             console.print(f"{job}: {state(job)}")

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from equipoise import __version__
-from equipoise.study.launch import together
 from equipoise.study.results import VERSION
 from equipoise.train.loop import Trainer
 from equipoise.train.recipe import split
 
 
-def record(study: str, arm: str, trainer: Trainer, result: Mapping[str, Any]) -> dict[str, Any]:
+def record(study: str, arm: str, trainer: Trainer, result: Mapping[str, Any], together: int = 1) -> dict[str, Any]:
     """All that a comparison needs, without weights and without anything of the machine's folders."""
     layers = {layer.name: {"size": layer.size, "active": layer.active} for layer in trainer.parts.topology.layers}
     return {
@@ -29,7 +28,7 @@ def record(study: str, arm: str, trainer: Trainer, result: Mapping[str, Any]) ->
         "seed": trainer.recipe.seed,
         "finished": True,
         "recipe": _without_root(trainer.raw),
-        "environment": environment(trainer.parts.device),
+        "environment": environment(trainer.parts.device, together),
         "epochs": trainer.history,
         "result": dict(result),
         "layers": layers,
@@ -41,14 +40,14 @@ def _without_root(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**raw, "data": {"name": name, **{key: value for key, value in options.items() if key != "root"}}}
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a number may depend on beside its recipe."""
+def environment(device: torch.device, together: int) -> dict[str, Any]:
+    """What a number may depend on beside its recipe. together: the runs that share the device, this one included."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "equipoise": __version__,
-        "together": together(),
+        "together": together,
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }

@@ -15,7 +15,7 @@ import torch
 from equipoise.errors import UserError
 from equipoise.measure.run import MeasureWatcher, measure_trainer
 from equipoise.seeds import derive
-from equipoise.study.launch import Failure, Launcher, here
+from equipoise.study.launch import Failure, Launcher, here, together
 from equipoise.study.record import record
 from equipoise.study.results import result_file, slug, write_result
 from equipoise.study.robust import first, make_judge
@@ -31,7 +31,10 @@ ALONG_FILE = "measure.jsonl"
 
 @dataclass(frozen=True)
 class Job:
-    """One arm with one seed: what to run, where it works, where its result goes."""
+    """One arm with one seed: what to run, where it works, where its result goes.
+
+    beside: runs on its device that were begun by others.
+    """
 
     study: str
     arm: str
@@ -43,6 +46,7 @@ class Job:
     attacked: int = 0
     measure: bool = False
     measure_every: int = 0
+    beside: int = 0
 
     def __str__(self) -> str:
         return f"{self.study}, {self.arm}, seed {self.seed}"
@@ -55,6 +59,7 @@ def jobs_of(
     only: Sequence[str] = (),
     seeds: Sequence[int] = (),
     data: Path | None = None,
+    beside: int = 0,
 ) -> list[Job]:
     """All jobs of a study, or those of some arms and seeds, seed by seed. data: where the datasets are."""
     unknown = [seed for seed in seeds if seed not in design.seeds]
@@ -69,7 +74,7 @@ def jobs_of(
                 raw = lay_over(raw, {"data": {"root": str(data)}})
             path = result_file(results / name, arm, seed)
             folder = work / name / path.stem
-            judged = (design.robust, design.attacked, design.measure, design.measure_every)
+            judged = (design.robust, design.attacked, design.measure, design.measure_every, beside)
             jobs.append(Job(design.name, arm, seed, raw, folder, path, *judged))
     return jobs
 
@@ -108,7 +113,7 @@ def run_job(job: Job) -> str:
         result = trainer.run()
         assert trainer.folder is not None
         trainer.folder.claim()  # the rest belongs to the job, too
-        value = record(job.study, job.arm, trainer, result)
+        value = record(job.study, job.arm, trainer, result, together() + job.beside)
         if job.robust is not None:
             value["robust"] = robust_scores(trainer, job.robust, job.attacked)
         if job.measure:
