@@ -13,15 +13,12 @@ from equipoise.study.compare import (
     cost_of_epoch,
     curve,
     gradient_evaluations,
-    judge,
     paired_p,
     position,
-    reduction,
     spread,
-    values_of,
 )
 from equipoise.study.metrics import METRICS
-from equipoise.study.results import Claim, Result
+from equipoise.study.results import Result
 from study_helpers import epoch, result, study
 
 SHARES = st.floats(0, 1, allow_subnormal=False)
@@ -152,13 +149,6 @@ def test_accuracy_is_that_of_the_epoch_asked_for() -> None:
     assert set(METRICS.describe().values()) & {""} == set()
 
 
-def test_reduction_is_the_mean_of_the_pairs() -> None:
-    assert reduction([10, 30], [20, 40]) == pytest.approx((50 + 25) / 2)
-    assert reduction([30], [20]) == pytest.approx(-50)
-    assert reduction([30], [math.inf]) is None
-    assert reduction([], []) is None
-
-
 # Equal cost
 
 POSITIONS = st.lists(st.floats(0.5, 3), min_size=1, max_size=8).map(np.cumsum)
@@ -205,58 +195,3 @@ def test_a_curve_is_the_mean_over_the_seeds_of_epochs_that_all_have() -> None:
     assert [p.y.mean for p in points] == pytest.approx([0.2, 0.3])
     assert [p.y.std for p in points] == pytest.approx([math.sqrt(0.02)] * 2)
     assert curve([], lambda e: 0.0) == []
-
-
-# Verdicts
-
-
-def judged(better: list[float], than: list[float], name: str = "accuracy", **options: object) -> object:
-    arms = [result("B", i, [0.1, v]) for i, v in enumerate(better)] + [
-        result("T", i, [0.1, v]) for i, v in enumerate(than)
-    ]
-    return judge(study(*arms), Claim("", "B", "T", name, **options))  # type: ignore[arg-type]
-
-
-@given(st.lists(PAIRS, min_size=1, max_size=5))
-def test_a_claim_holds_in_every_seed_in_part_in_the_mean_or_not(pairs: list[tuple[float, float]]) -> None:
-    verdict = judged([a for a, _ in pairs], [b for _, b in pairs])
-    gains = [a - b for a, b in pairs]
-    if abs(sum(gains)) < 1e-9:
-        return
-    expected = "holds" if min(gains) > 0 else "holds in part" if sum(gains) > 0 else "does not hold"
-    assert verdict.word == expected  # type: ignore[attr-defined]
-    assert verdict.gain.mean == pytest.approx(np.mean(gains))  # type: ignore[attr-defined]
-
-
-def test_where_less_is_better_the_sign_turns() -> None:
-    slow, fast = [0.1] * 9 + [0.5], [0.1] * 4 + [0.5] * 6
-    arms = [result("fast", 0, fast), result("slow", 0, slow), result("never", 0, [0.1] * 10)]
-    claim = Claim("", "fast", "slow", "epochs-to", threshold=0.5)
-    verdict = judge(study(*arms), claim)
-    assert (verdict.word, verdict.gain.mean, verdict.reduction) == ("holds", 5, 50)  # type: ignore[union-attr]
-    assert judge(study(*arms), Claim("", "slow", "fast", "epochs-to", threshold=0.5)).word == "does not hold"
-    assert judge(study(*arms), Claim("", "slow", "never", "epochs-to", threshold=0.5)).word == "holds"
-    assert judge(study(*arms), Claim("", "never", "slow", "epochs-to", threshold=0.5)).word == "does not hold"
-    assert judge(study(*arms), Claim("", "never", "never", "epochs-to", threshold=0.5)).word == "does not hold"
-
-
-def test_what_was_not_run_says_why() -> None:
-    arms = [result("B", 0, [0.1]), result("T", 1, [0.2])]
-    for claim, why in (
-        (Claim("", "B", "X"), "X has no finished seed"),
-        (Claim("", "B", "T"), "B and T have no seed in common"),
-        (Claim("", "B", "T", "beauty"), "no metric is called beauty"),
-        (Claim("", "B", "T", "robust"), "B has no robust"),
-        (Claim("", "B", "T", at=9), "B has no accuracy at epoch 9"),
-        (Claim("", "B", "T", "epochs-to"), "B has no epochs-to without a threshold"),
-    ):
-        verdict = judge(study(*arms), claim)
-        assert (verdict.word, verdict.why) == ("not run", why)
-
-
-def test_only_seeds_that_both_have_are_paired() -> None:
-    arms = [result("B", 0, [0.3]), result("B", 1, [0.9]), result("T", 0, [0.2]), result("T", 2, [0.99])]
-    verdict = judge(study(*arms), Claim("", "B", "T"))
-    assert verdict.word == "holds"
-    assert (verdict.gain.count, verdict.better.mean) == (1, 0.3)  # type: ignore[union-attr]
-    assert values_of(study(*arms).results["B"], "accuracy") == {0: 0.3, 1: 0.9}

@@ -80,6 +80,17 @@ def test_verdicts_come_first_and_need_no_script(results: Path) -> None:
     assert "−2.95 points" in cells
 
 
+def test_a_run_that_diverged_is_named_with_its_arm(results: Path) -> None:
+    lost = {**result_json("SGD", 1), "epochs": [], "diverged": "the loss is nan at batch 3 of epoch 1"}
+    write_result(result_file(results / "s", "SGD", 1), lost)
+    page = Page(page_of(results))
+    assert "SGD, seed 1: diverged, the loss is nan at batch 3 of epoch 1" in page.all("li")
+    assert "diverged" in page.all("th")
+    assert "seed 1" in page.all("td")
+    assert any("SGD diverged (seed 1)" in words for words in page.all("p"))
+    assert "✓ holds" in page.all("span")
+
+
 def test_the_data_of_the_charts_is_that_of_the_files(results: Path) -> None:
     (text,) = [t for t in Page(page_of(results)).all("script") if t.startswith("[")]
     (study,) = json.loads(text)

@@ -13,7 +13,7 @@ from equipoise.study.results import result_file, write_result
 from equipoise.study.study import read_study
 
 
-def put(results: Path, arm: str, seed: int, accuracies: dict[int, float]) -> None:
+def put(results: Path, arm: str, seed: int, accuracies: dict[int, float], **more: str) -> None:
     """A finished result of the study of MVR with these accuracies at these epochs."""
     epochs: list[dict[str, Any]] = [
         {
@@ -27,7 +27,7 @@ def put(results: Path, arm: str, seed: int, accuracies: dict[int, float]) -> Non
         for epoch, accuracy in accuracies.items()
     ]
     environment = {"device": "cpu", "torch": "2", "date": "2026-01-02", "commit": "0123456789abcdef"}
-    value = {"version": 1, "study": "mvr", "arm": arm, "seed": seed, "finished": True, "epochs": epochs}
+    value = {"version": 1, "study": "mvr", "arm": arm, "seed": seed, "finished": True, "epochs": epochs, **more}
     write_result(result_file(results / "mvr", arm, seed), {**value, "environment": environment})
 
 
@@ -66,11 +66,24 @@ def test_verdicts_and_numbers(tmp_path: Path) -> None:
     assert row(page, "AGENT with MVR has a higher accuracy than MVR after 40 epochs")[-1] == "holds in part"
     control = row(page, "Control: AGENT with MVR is better than plain SGD after 40 epochs")
     assert control[-1] == "not run: SGD has no finished seed"
-    assert row(page, "Table 5")[-1] == "**holds in part** (1 of 2 claims hold, 6 not run)"
+    assert row(page, "Table 5")[-1] == "**holds in part** (1 of 2 claims hold, 8 not run)"
     assert "| MVR | accuracy, epoch 20 | 62.6 % | 51.0 ± 1.4 % (2) |" in page
     assert "| MVR | 0, 1 | 80.0 ± 14.1 % (2) | 80.0 ± 14.1 % (2) |  | 80 |" in page
-    assert "Run on cpu, torch 2, 2026-01-02, commit 0123456789. Not run: SGD." in page
+    assert "Run on cpu, torch 2, 2026-01-02, commit 0123456789. Not run: SGD, MVR without momentum, AGENT+MVR without momentum." in page
     assert row(page, "Table 1 TRADES")[-1].startswith("not run")
+
+
+def test_an_arm_that_diverged_is_named_and_loses(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    put(results, "MVR", 0, {}, diverged="the loss is nan at batch 3 of epoch 1")
+    put(results, "AGENT+MVR", 0, {20: 0.6, 40: 0.7})
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "without momentum. Diverged: MVR, seed 0: the loss is nan at batch 3 of epoch 1." in page
+    claim = row(page, "AGENT with MVR has a higher accuracy than MVR after 20 epochs")
+    assert claim[1:] == ["", "", "", "holds: MVR diverged (seed 0)"]
+    assert "| MVR | 0 | diverged |  |  |  |" in page
+    assert "| MVR | accuracy, epoch 20 | 62.6 % | diverged |" in page
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from equipoise.errors import UserError
 from equipoise.measure.run import measure_trainer
 from equipoise.study import runner
 from equipoise.study.launch import Failure, here, processes, together
+from equipoise.study.reading import read_results
 from equipoise.study.runner import Job, jobs_of, run_job, run_study, state
 from equipoise.study.study import read_study
 from equipoise.train.folder import RunFolder
@@ -131,13 +133,13 @@ def test_a_kill_right_at_the_start_is_no_obstacle(tmp_path: Path) -> None:
 
 
 def test_a_failing_arm_is_one_line_and_the_others_go_on(tmp_path: Path) -> None:
-    arms = {"wild": {"optimizer.lr": 1e30}, **ARMS}
+    arms = {"homeless": {"data": {"name": "cifar10", "root": f"{tmp_path}/nowhere"}}, **ARMS}
     words = ["study", write_study(tmp_path, arms, seeds=[0]), "--results", f"{tmp_path}/r", "--work", f"{tmp_path}/w"]
     assert launch(words, tmp_path / "log") == 1
     lines = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("little, ")]
     assert len(lines) == 3
-    assert "wild" in lines[0]
-    assert "lower the learning rate" in lines[0]
+    assert "homeless" in lines[0]
+    assert "nowhere" in lines[0]
     assert len(list((tmp_path / "r/little").glob("*-seed0.json"))) == 2
 
 
@@ -335,6 +337,32 @@ def test_a_result_says_that_others_ran_beside_it(tmp_path: Path) -> None:
     jobs = jobs_of(design, tmp_path / "results", tmp_path / "runs", seeds=[0], beside=1)
     assert run_study(design, jobs, tmp_path / "results", here, lambda line: None)
     assert {value["environment"]["together"] for value in results_of(tmp_path).values()} == {2}
+
+
+def test_divergence_is_a_result_that_is_kept_and_shown(tmp_path: Path) -> None:
+    source = write_study(tmp_path, {"SGD": {}, "wild": {"optimizer": {"lr": 1e30}}}, seeds=[0])
+    sound, lines = run(source, tmp_path)
+    assert sound
+    assert re.fullmatch(r"little, wild, seed 0: diverged: the (loss|gradient) .* of epoch 1.*", lines[1])
+    assert run(source, tmp_path) == (True, ["little: 0 of 2 to run"])
+    design = read_study(source)
+    states = [state(job) for job in jobs_of(design, tmp_path / "results", tmp_path / "runs")]
+    assert states[0] == "finished"
+    assert states[1] == lines[1].partition("seed 0: ")[2]
+    (found,) = read_results(tmp_path / "results").studies
+    assert read_results(tmp_path / "results").problems == ()
+    assert found.results["wild"] == ()
+    assert f"diverged: {found.diverged['wild'][0].diverged}" == states[1]
+    assert set(found.diverged) == {"wild"}
+    value = json.loads((tmp_path / "results/little/wild-seed0.json").read_text())
+    assert (value["finished"], value["epochs"], value["result"]) == (True, [], {})
+
+
+def test_a_run_that_diverges_late_keeps_its_epochs(tmp_path: Path) -> None:
+    wild = {"optimizer": {"lr": 1e-30}, "schedule": {"name": "piecewise", "milestones": [0.5], "factors": [1e60]}}
+    run(write_study(tmp_path, {"wild": wild}, seeds=[0]), tmp_path)
+    (found,) = read_results(tmp_path / "results").studies
+    assert [epoch.epoch for epoch in found.diverged["wild"][0].epochs] == [1]
 
 
 def wait_for_ever(folder: str) -> None:

@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from equipoise.study.metrics import LOWER_IS_BETTER, METRICS
-from equipoise.study.results import Claim, Epoch, Result, Study
+from equipoise.study.metrics import METRICS
+from equipoise.study.results import Epoch, Result, Study
 
 Axis = Literal["epochs", "evaluations", "seconds"]
 AXES: tuple[Axis, ...] = ("epochs", "evaluations", "seconds")
@@ -158,71 +158,3 @@ def curve(results: Sequence[Result], pick: Callable[[Epoch], float | None]) -> l
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known and len(known) == len(values) else None
-
-
-# Claims
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a claim. gain: how much better, seed by seed, in the metric's own unit; positive as claimed."""
-
-    word: Literal["holds", "holds in part", "does not hold", "not run"]
-    why: str = ""
-    better: Spread | None = None
-    than: Spread | None = None
-    gain: Spread | None = None
-    p: float | None = None
-    reduction: float | None = None
-
-
-def judge(study: Study, claim: Claim) -> Verdict:
-    """`holds` where every seed agrees with the claim, `holds in part` where only the mean over seeds does.
-
-    Only seeds that both arms have count, each paired with itself; p is that of the paired t-test.
-    """
-    if claim.metric not in METRICS:
-        return Verdict("not run", f"no metric is called {claim.metric}")
-    sides: list[dict[int, float]] = []
-    for arm in (claim.better, claim.than):
-        if not study.results.get(arm):
-            return Verdict("not run", f"{arm} has no finished seed")
-        found = values_of(study.results[arm], claim.metric, claim.at, claim.way, claim.threshold)
-        if not found:
-            return Verdict("not run", f"{arm} has no {claim.metric}{_where(claim)}")
-        sides.append(found)
-    seeds = sorted(set(sides[0]) & set(sides[1]))
-    if not seeds:
-        return Verdict("not run", f"{claim.better} and {claim.than} have no seed in common")
-    better, than = ([side[seed] for seed in seeds] for side in sides)
-    sign = -1 if claim.metric in LOWER_IS_BETTER else 1
-    gains = [sign * (a - b) if a != b else 0.0 for a, b in zip(better, than, strict=True)]
-    return Verdict(
-        _word(gains),
-        better=spread(better),
-        than=spread(than),
-        gain=spread(gains),
-        p=paired_p(better, than),
-        reduction=reduction(better, than) if claim.metric in LOWER_IS_BETTER else None,
-    )
-
-
-def _word(gains: Sequence[float]) -> Literal["holds", "holds in part", "does not hold"]:
-    if all(gain > 0 for gain in gains):
-        return "holds"
-    return "holds in part" if sum(gains) > 0 else "does not hold"
-
-
-def _where(claim: Claim) -> str:
-    where = "" if claim.at is None else f" at epoch {claim.at}"
-    if claim.metric == "epochs-to" and claim.threshold is None:
-        where += " without a threshold"
-    return where if claim.way == "plain" else f"{where} ({claim.way})"
-
-
-def reduction(better: Sequence[float], than: Sequence[float]) -> float | None:
-    """By how many percent the first is smaller, 100·(1 - better/than), mean of pairs; None if one never does."""
-    pairs = list(zip(better, than, strict=True))
-    if not pairs or any(not math.isfinite(a) or not math.isfinite(b) or b == 0 for a, b in pairs):
-        return None
-    return float(np.mean([100 * (1 - a / b) for a, b in pairs]))

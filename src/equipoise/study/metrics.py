@@ -12,6 +12,7 @@ from equipoise.study.results import Result
 
 WINDOW = 5  # epochs that `stability` looks at together
 LOWER_IS_BETTER = frozenset({"stability", "epochs-to", "variance", "relative-variance"})
+MEASURED = frozenset({"variance", "relative-variance", "correlation"})  # at the weights at the end, after training
 Metric = Callable[[Result, int | None, str, float | None], float | None]
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from equipoise.errors import UserError
+from equipoise.errors import UserError, one_line
 from equipoise.study.results import VERSION, Claim, Epoch, PaperValue, Reading, Result, Study
 from equipoise.train.folder import RunFolder
 
@@ -64,14 +64,16 @@ def _read_study(folder: Path, problems: list[str]) -> Study:
     else:
         problems.append(f"{folder} has no study.json: arms are shown as found, without claims")
     name = _text(asked.get("name")) or folder.name
+    arms = _read_arms(folder, name, list(as_mapping(asked.get("arms"))), problems)
     return Study(
         name=name,
         title=_text(asked.get("title")) or name,
         about=_text(asked.get("about")),
-        results=_read_arms(folder, name, list(as_mapping(asked.get("arms"))), problems),
+        results={arm: tuple(r for r in results if not r.diverged) for arm, results in arms.items()},
         claims=_entries(asked.get("claims"), _claim, f"{file}: claim", problems),
         paper=_entries(asked.get("paper"), _paper_value, f"{file}: paper", problems),
         shows=tuple(text for text in _list(asked.get("shows")) if isinstance(text, str)),
+        diverged={arm: lost for arm, results in arms.items() if (lost := tuple(r for r in results if r.diverged))},
     )
 
 
@@ -175,7 +177,8 @@ def _result(value: Mapping[str, Any], study: str, where: Path, problems: list[st
     lines = value.get("epochs")
     if not isinstance(lines, list):
         raise Unusable("it has no epochs")
-    epochs = _epochs(list(enumerate(lines, 1)), where, problems)
+    diverged = one_line(_text(value.get("diverged")), 200)
+    epochs = _epochs(list(enumerate(lines, 1)), where, problems) if lines or not diverged else ()
     return Result(
         arm=arm,
         seed=seed,
@@ -186,6 +189,7 @@ def _result(value: Mapping[str, Any], study: str, where: Path, problems: list[st
         layers=_layers(value.get("layers")),
         robust={way: numbers(found) for way, found in as_mapping(value.get("robust")).items()},
         measured=numbers(value.get("measured")),
+        diverged=diverged,
     )
 
 

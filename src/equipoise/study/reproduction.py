@@ -10,10 +10,11 @@ from typing import Any
 
 from equipoise.config import build, parse_yaml
 from equipoise.files import write_whole
-from equipoise.study.compare import Spread, Verdict, judge, spread, values_of
+from equipoise.study.compare import Spread, spread, values_of
 from equipoise.study.reading import read_results
 from equipoise.study.results import Claim, PaperValue, Study
 from equipoise.study.study import Design, read_design
+from equipoise.study.verdict import Verdict, judge
 
 CONTROL = "Control"  # how claims begin that are not the paper's but tests of its fairness
 SHARES = {"accuracy", "test", "clean", "robust"}
@@ -58,7 +59,9 @@ def paper_items() -> list[Item]:
 def with_results(design: Design, found: Study | None) -> Study:
     """A study with the claims and numbers of its file as it is now, and what was found of its arms."""
     results = {arm: found.results.get(arm, ()) if found is not None else () for arm in design.arms}
-    return Study(design.name, design.title, design.about, results, tuple(design.claims), tuple(design.paper))
+    diverged = {arm: lost for arm, lost in found.diverged.items() if arm in design.arms} if found is not None else {}
+    asked = (tuple(design.claims), tuple(design.paper))
+    return Study(design.name, design.title, design.about, results, *asked, diverged=diverged)
 
 
 def page_lines(items: Sequence[Item], studies: dict[str, Study]) -> Iterator[str]:
@@ -78,7 +81,7 @@ def summary(item: Item, studies: dict[str, Study]) -> str:
         if _about(item, claim)
     ]
     judged = [word for word in words if word != "not run"]
-    ran = any(any(studies[name].results.values()) for name in item.studies)
+    ran = any(_ran(studies[name]) for name in item.studies)
     if not judged and ran:
         return f"no claim to judge{_because(item)}"
     if not judged:
@@ -89,6 +92,10 @@ def summary(item: Item, studies: dict[str, Study]) -> str:
         word = "does not hold"
     left = f", {len(words) - len(judged)} not run" if len(judged) < len(words) else ""
     return f"**{word}** ({holding} of {len(judged)} claims hold{left})"
+
+
+def _ran(study: Study) -> bool:
+    return any(study.results.values()) or bool(study.diverged)
 
 
 def _about(item: Item, claim: Claim) -> bool:
@@ -113,7 +120,7 @@ def _link(name: str) -> str:
 def section(study: Study) -> Iterator[str]:
     """What a study is about, on what it was run, its claims and its numbers beside the paper's."""
     yield f"\n## {study.name}\n\n{study.title}. {study.about}\n\n{_provenance(study)}"
-    if any(study.results.values()):
+    if _ran(study):
         if study.claims:
             verdicts = [(claim, judge(study, claim)) for claim in study.claims]
             rows = [_claim_row(claim, verdict) for claim, verdict in verdicts]
@@ -130,17 +137,19 @@ def _provenance(study: Study) -> str:
     """On what it ran, and what of it did not."""
     seen = {
         f"{e.get('device')}, torch {e.get('torch')}, {e.get('date')}, commit {str(e.get('commit'))[:10]}"
-        for results in study.results.values()
+        for results in (*study.results.values(), *study.diverged.values())
         for e in (result.environment for result in results)
     }
     if not seen:
         return f"Not run: `equipoise study {study.name}`."
-    missing = [arm for arm, results in study.results.items() if not results]
+    missing = [arm for arm, results in study.results.items() if not results and arm not in study.diverged]
+    diverged = [f"{arm}, seed {r.seed}: {r.diverged}" for arm, lost in study.diverged.items() for r in lost]
     shared = any(r.environment.get("together", 1) != 1 for results in study.results.values() for r in results)
     return (
         f"Run on {'; '.join(sorted(seen))}."
         + (" Several runs shared a device: seconds are longer than a run's own." if shared else "")
         + (f" Not run: {', '.join(missing)}." if missing else "")
+        + (f" Diverged: {'; '.join(diverged)}." if diverged else "")
     )
 
 
@@ -153,6 +162,9 @@ def _claim_row(claim: Claim, verdict: Verdict) -> list[str]:
 def _arm_rows(study: Study) -> Iterator[list[str]]:
     """The last epoch of every arm, scored three ways, and the seconds of training."""
     for arm, results in study.results.items():
+        lost = [str(result.seed) for result in study.diverged.get(arm, ())]
+        if lost:
+            yield [arm, ", ".join(lost), "diverged", "", "", ""]
         if not results:
             continue
         ways = [
@@ -167,7 +179,8 @@ def _paper_row(study: Study, value: PaperValue) -> list[str]:
     found = values_of(study.results[value.arm], value.what, value.at, value.way, value.threshold)
     name = value.what if value.at is None else f"{value.what}, epoch {value.at}"
     paper = shown(Spread(value.value, None, 1), value.what, count=False)
-    return [value.arm, name, paper, shown(spread([*found.values()]), value.what) or "not run"]
+    nothing = "diverged" if value.arm in study.diverged else "not run"
+    return [value.arm, name, paper, shown(spread([*found.values()]), value.what) or nothing]
 
 
 def shown(found: Spread | None, metric: str, count: bool = True) -> str:

@@ -45,7 +45,8 @@ class Result:
     """One arm with one seed.
 
     test: accuracy by way at the end, on test images. layers: (weights, active) by name. robust: by way, `clean` and
-    `robust` accuracy under the attack. measured: what `equipoise.measure` found on the final weights.
+    `robust` accuracy under the attack. measured: what `equipoise.measure` found on the final weights. diverged: why
+    there is no end, where a loss or a gradient was not finite.
     """
 
     arm: str
@@ -58,6 +59,7 @@ class Result:
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     robust: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
+    diverged: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class PaperValue:
 class Study:
     """What was asked and what there is of it.
 
-    shows: tables and figures of the paper. results: by arm, in the order of the study, sorted by seed.
+    shows: tables and figures of the paper. results: by arm, in the order of the study, sorted by seed. diverged: by
+    arm those that came to no end, which are not among the results.
     """
 
     name: str
@@ -99,6 +102,7 @@ class Study:
     claims: tuple[Claim, ...] = ()
     paper: tuple[PaperValue, ...] = ()
     shows: tuple[str, ...] = ()
+    diverged: Mapping[str, tuple[Result, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from equipoise.errors import UserError
+from equipoise.correction import NonFiniteLoss
+from equipoise.errors import UserError, one_line
 from equipoise.measure.run import MeasureWatcher, measure_trainer
 from equipoise.seeds import derive
 from equipoise.study.launch import Failure, Launcher, here, together
@@ -110,7 +111,10 @@ def run_job(job: Job) -> str:
             return "finished by another process"
         if job.measure and job.measure_every:
             trainer.watcher = MeasureWatcher(job.folder / ALONG_FILE, job.measure_every)
-        result = trainer.run()
+        try:
+            result = trainer.run()
+        except NonFiniteLoss as error:
+            return _diverged(job, trainer, error)
         assert trainer.folder is not None
         trainer.folder.claim()  # the rest belongs to the job, too
         value = record(job.study, job.arm, trainer, result, together() + job.beside)
@@ -123,10 +127,21 @@ def run_job(job: Job) -> str:
         return f"{scores}, {trainer.seconds:.1f} s"
 
 
+def _diverged(job: Job, trainer: Trainer, error: NonFiniteLoss) -> str:
+    """A run that diverges would do so again: that is its result, and not to be left out of a comparison."""
+    why = one_line(str(error).partition(";")[0], 200)  # without the advice
+    write_result(job.result, {**record(job.study, job.arm, trainer, {}, together() + job.beside), "diverged": why})
+    return f"diverged: {why}"
+
+
 def is_finished(job: Job) -> bool:
     """Whether there is a result of this job; one of another recipe is an error, and is never written over."""
+    return _found(job) is not None
+
+
+def _found(job: Job) -> Mapping[str, Any] | None:
     if not job.result.exists():
-        return False
+        return None
     try:
         found = json.loads(job.result.read_text(encoding="utf-8"))
         same = found["arm"] == job.arm and found["finished"] is True and same_recipe(job.recipe, found["recipe"])
@@ -134,14 +149,14 @@ def is_finished(job: Job) -> bool:
         raise UserError(f"{job.result} is damaged; remove it to run the arm again") from None
     if not same:
         raise UserError(f"{job.result} is of another recipe; rename the arm, or remove it to run the arm again")
-    return True
+    return dict(found)
 
 
 def state(job: Job) -> str:
     """How far a job is, in words."""
     try:
-        if is_finished(job):
-            return "finished"
+        if found := _found(job):
+            return f"diverged: {found['diverged']}" if found.get("diverged") else "finished"
     except UserError as error:
         return str(error)
     epochs = len(RunFolder(job.folder).metrics())

@@ -143,6 +143,7 @@ def _study(index: int, study: Study, charts: Sequence[Chart], alone: bool) -> Ma
         tag("p", f"In the paper: {', '.join(study.shows)}", class_="about") if study.shows else "",
         tag("noscript", tag("p", "The charts need scripts; the tables below hold their numbers.")) if figures else "",
         tag("div", figures, class_="charts single" if len(study.results) == 1 else "charts"),
+        tag("ul", [tag("li", line) for line in _diverged(study)], class_="problems") if study.diverged else "",
         comparison_table(study) if len(study.results) > 1 else "",
         arms_table(study),
         paper_table(study) or "",
@@ -150,6 +151,10 @@ def _study(index: int, study: Study, charts: Sequence[Chart], alone: bool) -> Ma
         id=f"study-{index}",
         class_="study",
     )
+
+
+def _diverged(study: Study) -> list[str]:
+    return [f"{arm}, seed {r.seed}: diverged, {r.diverged}" for arm, lost in study.diverged.items() for r in lost]
 
 
 def _settings(study: Study) -> Markup:

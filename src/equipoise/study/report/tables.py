@@ -9,11 +9,9 @@ from equipoise.study.compare import (
     AXES,
     Axis,
     Spread,
-    Verdict,
     at_equal,
     budgets,
     cost_of_epoch,
-    judge,
     paired_p,
     spread,
     values_of,
@@ -22,6 +20,7 @@ from equipoise.study.metrics import LOWER_IS_BETTER, METRICS
 from equipoise.study.report.markup import Markup, join, table, tag
 from equipoise.study.report.words import UNKNOWN, WAYS, chance, gain_of, number, plural, value_of
 from equipoise.study.results import Claim, PaperValue, Result, Study
+from equipoise.study.verdict import Verdict, judge
 
 SIGNS = {"holds": "✓", "holds in part": "≈", "does not hold": "✗", "not run": "·"}
 Cell = Callable[[Sequence[Result]], str]  # of an arm
@@ -58,7 +57,7 @@ def _class(word: str) -> str:
 
 def _evidence(claim: Claim, verdict: Verdict) -> Markup:
     if verdict.word == "not run" or verdict.gain is None:
-        return join([verdict.why])
+        return join([verdict.why])  # or all seeds of one of them diverged
     parts: list[str] = [
         join([claim.better, " ", tag("b", value_of(claim.metric, verdict.better))]),
         join([claim.than, " ", tag("b", value_of(claim.metric, verdict.than))]),
@@ -67,7 +66,7 @@ def _evidence(claim: Claim, verdict: Verdict) -> Markup:
     if verdict.reduction is not None:
         parts.append(f"reduction {number(verdict.reduction, 1)} %")
     parts += [f"p = {chance(verdict.p)}".replace("= <", "<")] if verdict.p is not None else []
-    parts += [plural(verdict.gain.count, "seed"), about(claim)]
+    parts += [plural(verdict.gain.count, "seed"), about(claim), *filter(None, [verdict.why])]
     return join([item for part in parts for item in (part, Markup(' <span class="dot">·</span> '))][:-1])
 
 
@@ -143,9 +142,14 @@ def arms_table(study: Study) -> Markup:
         "seconds": lambda rs: value_of("cost", spread([s for r in rs if (s := r.epochs[-1].seconds) is not None])),
     }
     cells = {name: [cell(results) for results in study.results.values()] for name, cell in columns.items()}
+    cells["diverged"] = [_seeds(study.diverged.get(arm, ())) for arm in study.results]
     shown = {name: column for name, column in cells.items() if any(text != UNKNOWN for text in column)}
     rows = [[arm, *(column[i] for column in shown.values())] for i, arm in enumerate(study.results)]
     return table(["", *shown], rows, "Final accuracies in percent, noise and cost")
+
+
+def _seeds(results: Sequence[Result]) -> str:
+    return f"seed {', '.join(str(result.seed) for result in results)}" if results else UNKNOWN
 
 
 def _metric(name: str, way: str = "plain") -> Cell:
