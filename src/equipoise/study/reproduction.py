@@ -74,24 +74,22 @@ def page_lines(items: Sequence[Item], studies: dict[str, Study]) -> Iterator[str
 
 def summary(item: Item, studies: dict[str, Study]) -> str:
     """The verdict on a table or figure: over all claims about it that could be judged."""
-    words = [
-        judge(studies[name], claim).word
-        for name in item.studies
-        for claim in studies[name].claims
-        if _about(item, claim)
+    verdicts = [
+        judge(studies[name], claim) for name in item.studies for claim in studies[name].claims if _about(item, claim)
     ]
-    judged = [word for word in words if word != "not run"]
-    ran = any(_ran(studies[name]) for name in item.studies)
-    if not judged and ran:
+    judged = [verdict for verdict in verdicts if verdict.word != "not run"]
+    if not verdicts and any(_ran(studies[name]) for name in item.studies):
         return f"no claim to judge{_because(item)}"
     if not judged:
         return f"not run{_why_not(item)}"
-    holding = judged.count("holds")
-    word = "holds" if holding == len(judged) else "holds in part"
-    if not holding and "holds in part" not in judged:
+    words = [verdict.word for verdict in judged]
+    holding = words.count("holds")
+    word = "holds" if holding == len(words) else "holds in part"
+    if not holding and "holds in part" not in words:
         word = "does not hold"
-    left = f", {len(words) - len(judged)} not run" if len(judged) < len(words) else ""
-    return f"**{word}** ({holding} of {len(judged)} claims hold{left})"
+    seeds = ", one seed" if all(verdict.seeds == 1 for verdict in judged) else ""
+    left = f", {len(verdicts) - len(judged)} not run" if len(judged) < len(verdicts) else ""
+    return f"**{word}** ({holding} of {len(judged)} claims hold{seeds}{left})"
 
 
 def _ran(study: Study) -> bool:

@@ -16,10 +16,14 @@ from equipoise.study.results import Claim, Result, Study
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim. gain: how much better, seed by seed, in the metric's own unit; positive as claimed."""
+    """What became of a claim. gain: how much better, seed by seed, in the metric's own unit; positive as claimed.
+
+    seeds: how many the word is about, with those that diverged.
+    """
 
     word: Literal["holds", "holds in part", "does not hold", "not run"]
     why: str = ""
+    seeds: int = 0
     better: Spread | None = None
     than: Spread | None = None
     gain: Spread | None = None
@@ -83,6 +87,7 @@ def _compare(lower: bool, seeds: Sequence[int], first: Side, second: Side) -> Ve
     return Verdict(
         _word([*gains.values()]),
         why="; ".join(f"{arm} diverged (seed {', '.join(map(str, of))})" for arm, of in lost.items() if of),
+        seeds=len(seeds),
         better=spread(better),
         than=spread(than),
         gain=spread([gains[seed] for seed in sound]),
