@@ -80,6 +80,15 @@ def test_verdicts_come_first_and_need_no_script(results: Path) -> None:
     assert "−2.95 points" in cells
 
 
+def test_a_margin_is_said_with_its_claim(tmp_path: Path) -> None:
+    asked = {"says": "AGENT loses nothing", "better": "SGD", "than": "AGENT", "at": 3, "margin": 0.03}
+    write_study(tmp_path / "s", claims=[asked, {**asked, "margin": -1}])
+    page = Page(page_of(tmp_path))
+    assert "✓ holds" in page.all("span")
+    assert any("up to 3.00 points worse counts as maintained" in words for words in page.all("p"))
+    assert any("claim 2: left out: its margin is not a number from 0 on" in line for line in page.all("li"))
+
+
 def test_a_run_that_diverged_is_named_with_its_arm(results: Path) -> None:
     lost = {**result_json("SGD", 1), "epochs": [], "diverged": "the loss is nan at batch 3 of epoch 1"}
     write_result(result_file(results / "s", "SGD", 1), lost)

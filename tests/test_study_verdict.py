@@ -76,6 +76,20 @@ def test_reduction_is_the_mean_of_the_pairs() -> None:
     assert reduction([], []) is None
 
 
+@pytest.mark.parametrize(
+    ("better", "word"),
+    [
+        ([0.498, 0.6], "holds"),  # 0.002 worse, as far as it may be, and better
+        ([0.497, 0.503], "holds in part"),
+        ([0.497, 0.4985], "does not hold"),
+    ],
+)
+def test_with_a_margin_a_small_loss_agrees(better: list[float], word: str) -> None:
+    verdict = judged(better, [0.5, 0.5], margin=0.002)
+    assert verdict.word == word  # type: ignore[attr-defined]
+    assert verdict.gain.mean == pytest.approx(sum(better) / 2 - 0.5)  # type: ignore[attr-defined]
+
+
 # Runs that diverged
 
 

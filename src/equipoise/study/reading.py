@@ -243,7 +243,10 @@ def _claim(value: Mapping[str, Any]) -> Claim:
     better, than = _required(value, "better"), _required(value, "than")
     metric = _text(value.get("metric")) or "accuracy"
     says = _text(value.get("says")) or f"{better} is better than {than} in {metric}"
-    return Claim(says, better, than, metric, **_question(value))
+    margin = number(value.get("margin", 0.0))
+    if margin is None or margin < 0:
+        raise Unusable("its margin is not a number from 0 on")
+    return Claim(says, better, than, metric, margin=margin, **_question(value))
 
 
 def _paper_value(value: Mapping[str, Any]) -> PaperValue:

@@ -26,7 +26,8 @@ For every table and figure of the paper: what it claims, the study that checks i
 seed agrees with every claim that was run. *Holds in part*: some claims hold, or only in the mean over seeds. *Not
 run*: no result is there. Claims that begin with "Control" are not the paper's: they ask whether the gain is due to
 something simpler, and do not count in the verdicts of the first table. Our numbers are mean ± standard deviation
-(seeds).
+(seeds). The final accuracy is *maintained* where it is lower by 0.2 points at most, the largest loss for which the
+paper uses the word (73.6 and 73.4 % in its Table 3, 73.1 and 72.9 % in Table 7).
 """
 
 
@@ -123,12 +124,14 @@ def section(study: Study) -> Iterator[str]:
             verdicts = [(claim, judge(study, claim)) for claim in study.claims]
             rows = [_claim_row(claim, verdict) for claim, verdict in verdicts]
             yield ""
-            yield from table(["claim", "ours", "against", "p", "verdict"], rows)
+            yield from table(["claim", "said to be better", "than", "p", "verdict"], rows)
         yield ""
         yield from table(["arm", "seeds", "plain", "BatchNorm re-estimated", "averaged", "seconds"], _arm_rows(study))
     if study.paper:
-        yield ""
-        yield from table(["arm", "number", "paper", "ours"], [_paper_row(study, value) for value in study.paper])
+        rows = [_paper_row(study, value) for value in study.paper]
+        fold = [] if _ran(study) else ["", "<details><summary>The paper's numbers</summary>"]
+        yield from [*fold, "", *table(["arm", "number", "paper", "ours"], rows)]
+        yield from ["", "</details>"] if fold else []
 
 
 def _provenance(study: Study) -> str:

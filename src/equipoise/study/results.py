@@ -64,7 +64,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says, as a comparison of two arms. at: an epoch; None is the last."""
+    """What the paper says, as a comparison of two arms. at: an epoch; None is the last.
+
+    margin: by how much the first may be worse, in the metric's own unit, where the claim is that nothing is lost.
+    """
 
     says: str
     better: str
@@ -73,6 +76,7 @@ class Claim:
     at: int | None = None
     way: str = "plain"
     threshold: float | None = None
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from equipoise.catalogue import suggestion
 from equipoise.config import build, call, parse_yaml
 from equipoise.errors import UserError
+from equipoise.study.metrics import METRICS
 from equipoise.study.results import VERSION, Claim, PaperValue, rounded, slug
 from equipoise.study.robust import JUDGES
 from equipoise.train.recipe import apply_overrides, lay_over, make_recipe, read_recipe, split
@@ -70,10 +71,15 @@ class Design:
                 raise UserError(f'the arms "{other}" and "{arm}" would share their files; rename one')
 
     def _check_arms(self) -> None:
-        """Numbers and claims are about arms that there are."""
+        """Numbers and claims are about arms, metrics and ways that there are."""
         for named in [value.arm for value in self.paper] + [arm for c in self.claims for arm in (c.better, c.than)]:
             if named not in self.arms:
                 raise UserError(f'no arm is called "{named}"{suggestion(named, list(self.arms))}')
+        for metric in [value.what for value in self.paper] + [claim.metric for claim in self.claims]:
+            METRICS[metric]
+        for claim in self.claims:
+            if claim.margin < 0:
+                raise UserError(f"margin={claim.margin}: by how much the first may be worse, from 0 on")
         for way in [value.way for value in self.paper] + [claim.way for claim in self.claims]:
             if way not in WAYS:
                 raise UserError(f'no way of scoring is called "{way}"; there is {", ".join(WAYS)}')

@@ -44,7 +44,8 @@ def judge(study: Study, claim: Claim) -> Verdict:
     """`holds` where every seed agrees with the claim, `holds in part` where only the mean over seeds does.
 
     Only seeds that both arms have count, each paired with itself; p is that of the paired t-test. A run that diverged
-    before the epoch in question is worse than any that did not; the numbers are of the other seeds.
+    before the epoch in question is worse than any that did not; the numbers are of the other seeds. With a margin, a
+    difference agrees that is not worse by more than that.
     """
     if claim.metric not in METRICS:
         return Verdict("not run", f"no metric is called {claim.metric}")
@@ -58,7 +59,7 @@ def judge(study: Study, claim: Claim) -> Verdict:
     seeds = sorted(set(sides[0].values) & set(sides[1].values))
     if not seeds:
         return Verdict("not run", f"{claim.better} and {claim.than} have no seed in common")
-    return _compare(claim.metric in LOWER_IS_BETTER, seeds, *sides)
+    return _compare(claim, seeds, *sides)
 
 
 def _side(study: Study, claim: Claim, arm: str) -> Side:
@@ -76,7 +77,8 @@ def _lasted(diverged: Result, at: int | None) -> bool:
     return at is not None and bool(diverged.epochs) and diverged.epochs[-1].epoch >= at
 
 
-def _compare(lower: bool, seeds: Sequence[int], first: Side, second: Side) -> Verdict:
+def _compare(claim: Claim, seeds: Sequence[int], first: Side, second: Side) -> Verdict:
+    lower = claim.metric in LOWER_IS_BETTER
     gains = {}
     for seed in seeds:
         a, b = first.values[seed], second.values[seed]
@@ -85,7 +87,7 @@ def _compare(lower: bool, seeds: Sequence[int], first: Side, second: Side) -> Ve
     better, than = ([side.values[seed] for seed in sound] for side in (first, second))
     lost = {side.arm: [seed for seed in side.lost if seed in seeds] for side in (first, second)}
     return Verdict(
-        _word([*gains.values()]),
+        _word([*gains.values()], claim.margin),
         why="; ".join(f"{arm} diverged (seed {', '.join(map(str, of))})" for arm, of in lost.items() if of),
         seeds=len(seeds),
         better=spread(better),
@@ -96,10 +98,13 @@ def _compare(lower: bool, seeds: Sequence[int], first: Side, second: Side) -> Ve
     )
 
 
-def _word(gains: Sequence[float]) -> Literal["holds", "holds in part", "does not hold"]:
-    if all(gain > 0 for gain in gains):
+def _word(gains: Sequence[float], margin: float) -> Literal["holds", "holds in part", "does not hold"]:
+    def agrees(gain: float) -> bool:
+        return gain >= -margin * (1 + 1e-9) if margin else gain > 0
+
+    if all(map(agrees, gains)):
         return "holds"
-    return "holds in part" if sum(gains) > 0 else "does not hold"
+    return "holds in part" if agrees(sum(gains) / len(gains)) else "does not hold"
 
 
 def _where(claim: Claim) -> str:

@@ -84,6 +84,8 @@ def about(asked: Claim | PaperValue) -> str:
     words = [metric if metric != "epochs-to" else f"epochs to {number(100 * (asked.threshold or 0))} %"]
     words += [f"epoch {asked.at}"] if asked.at is not None else []
     words += [WAYS.get(asked.way, asked.way)] if asked.way != "plain" else []
+    if isinstance(asked, Claim) and asked.margin:
+        words.append(f"up to {gain_of(metric, Spread(asked.margin, None, 1)).lstrip('+')} worse counts as maintained")
     return ", ".join(words)
 
 
