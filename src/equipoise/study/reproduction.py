@@ -17,7 +17,7 @@ from equipoise.study.study import Design, read_design
 from equipoise.study.verdict import Verdict, judge
 
 CONTROL = "Control"  # how claims begin that are not the paper's but tests of its fairness
-SHARES = {"accuracy", "test", "clean", "robust"}
+SHARES = {"accuracy", "mean-accuracy", "test", "clean", "robust"}
 HEAD = """# Reproduction
 
 Written by `equipoise study --reproduction FILE` from the files under `results/`; not edited by hand.

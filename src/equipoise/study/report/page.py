@@ -81,7 +81,7 @@ def _masthead(reading: Reading, title: str) -> Markup:
     runs = sum(len(results) for study in studies for results in study.results.values())
     facts = [plural(len(studies), "study", "studies")] if len(studies) != 1 else []
     facts += [plural(runs, "run")]
-    facts += [f"{plural(len(reading.problems), 'problem')} in the files"] if reading.problems else []
+    facts += [f"{plural(len(reading.problems), 'note')} on what is missing or unusable"] if reading.problems else []
     facts += _environments([r for study in studies for results in study.results.values() for r in results])
     links = [tag("li", tag("a", study.title, href=f"#study-{i}")) for i, study in enumerate(studies)]
     return tag(

@@ -7,7 +7,7 @@ import math
 from equipoise.study.compare import Spread
 
 UNKNOWN = "–"
-SHARES = frozenset({"accuracy", "test", "clean", "robust", "stability"})  # metrics that are shown in percent
+SHARES = frozenset({"accuracy", "mean-accuracy", "test", "clean", "robust", "stability"})  # shown in percent
 WAYS = {"plain": "plain", "reestimated": "fresh BatchNorm", "averaged": "averaged"}
 
 
