@@ -80,6 +80,25 @@ def test_verdicts_come_first_and_need_no_script(results: Path) -> None:
     assert "−2.95 points" in cells
 
 
+def test_where_there_is_nothing_to_report_no_page_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in "ab":
+        (tmp_path / "damaged" / name).mkdir(parents=True)
+        (tmp_path / "damaged" / name / "recipe.yaml").write_text("epochs: 3")
+    for folder, words in (
+        ("empty", "holds no results"),
+        ("damaged", "b: left out: it has no metrics.jsonl yet (3 other lines)"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["report", str(tmp_path / folder), "-o", str(tmp_path / "page.html")])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("equipoise: nothing to report: ")
+        assert words in line
+        assert not (tmp_path / "page.html").exists()
+
+
 def test_a_margin_is_said_with_its_claim(tmp_path: Path) -> None:
     asked = {"says": "AGENT loses nothing", "better": "SGD", "than": "AGENT", "at": 3, "margin": 0.03}
     write_study(tmp_path / "s", claims=[asked, {**asked, "margin": -1}])

@@ -136,7 +136,7 @@ def test_binary_rubbish_and_missing_arms_are_named(tmp_path: Path) -> None:
     (folder / "zzz.json").write_bytes(b"\xff\xfe\x00")
     assert [p.replace(str(folder), "s") for p in read_results(folder).problems] == [
         "s/zzz.json: left out: not JSON, perhaps written by half",
-        "s: the arm SAGA has no finished seed",
+        "s: no finished seed of SAGA",
     ]
 
 

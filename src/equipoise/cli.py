@@ -30,7 +30,7 @@ CommandError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, such as topology.sparsity=0.95, or a recipe to lay over.")
 ]
-Out = Annotated[Path | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run; a new one under runs/ by default.")]
 RunArgument = Annotated[Path, typer.Argument(help="Folder of a run.")]
 Profile = Annotated[
     bool, typer.Option("--profile", help="Write a trace of some steps to profile.json in the folder.")

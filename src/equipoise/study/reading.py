@@ -88,7 +88,8 @@ def _read_arms(folder: Path, study: str, arms: list[str], problems: list[str]) -
             if result.seed in by_arm.setdefault(result.arm, {}):
                 raise Unusable(f"seed {result.seed} of {result.arm} has been read from another file")
             by_arm[result.arm][result.seed] = result
-    problems += [f"{folder}: the arm {arm} has no finished seed" for arm, seeds in by_arm.items() if not seeds]
+    if missing := [arm for arm, seeds in by_arm.items() if not seeds]:
+        problems.append(f"{folder}: no finished seed of {', '.join(missing)}")
     return {arm: tuple(seeds[seed] for seed in sorted(seeds)) for arm, seeds in by_arm.items()}
 
 

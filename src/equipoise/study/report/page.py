@@ -23,6 +23,9 @@ from equipoise.study.results import Reading, Result, Study
 def write_report(folder: Path, out: Path) -> Reading:
     """Read a folder of results or a run and write its page; what was read, and what could not be."""
     reading = read_results(folder)
+    if not reading.studies:
+        others = f" ({plural(len(reading.problems) - 1, 'other line')})" if len(reading.problems) > 1 else ""
+        raise UserError(f"nothing to report: {reading.problems[-1]}{others}")
     page = make_page(reading, folder.resolve().name or "results")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
