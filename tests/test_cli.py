@@ -139,9 +139,19 @@ def test_recipes_are_laid_over_one_another(run: Run, recipe: str, tmp_path: Path
 
 def test_list_shows_everything_that_can_be_chosen(run: Run) -> None:
     out = run("list").out
-    for kind in ("recipes", "models", "topologies", "objectives", "corrections", "optimizers", "schedules", "data"):
+    for kind in (
+        "recipes",
+        "models",
+        "topologies",
+        "objectives",
+        "corrections",
+        "optimizers",
+        "schedules",
+        "data",
+        "studies",
+    ):
         assert f"{kind}\n" in out
-    for name in ("digits", "vgg_c", "rigl", "at", "agent", "sgdw", "cosine", "cifar100"):
+    for name in ("digits", "vgg_c", "rigl", "at", "agent", "sgdw", "cosine", "cifar100", "rigl-itop", "epochs-to"):
         (line, *_) = (line for line in out.splitlines() if line.split()[:1] == [name])
         assert len(line.split()) > 3  # a name and a sentence
     only = run("list", "optimizers").out.splitlines()

@@ -143,7 +143,7 @@ def evaluate(
 def list_(
     kind: Annotated[str | None, typer.Argument(help="Only one kind: recipes, models, data, ...")] = None,
 ) -> None:
-    """What can be chosen: recipes, topologies, corrections, objectives, models, data, attacks and more."""
+    """What can be chosen: recipes, topologies, corrections, models, data, attacks, studies and more."""
     from equipoise.study.listing import all_kinds, lines_of
 
     kinds = all_kinds()

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from equipoise.catalogue import Catalogue
 from equipoise.data import DATASETS
+from equipoise.study.metrics import METRICS
 from equipoise.study.robust import JUDGES
+from equipoise.study.study import packaged_studies, read_design
 from equipoise.train.recipe import CATALOGUES, packaged_recipes
 
 PLURALS = {"topology": "topologies"}
@@ -15,6 +17,8 @@ NOTES = {
     "equipoise train bsr-vgg16-cifar10-at agent bsr-own-schedule topology.sparsity=0.9",
     "topologies": "Every dynamic topology is also there as NAME-itop, on ITOP's schedule.",
     "attacks": "equipoise eval RUN --attack NAME",
+    "studies": "equipoise study NAME --data DIR",
+    "metrics": "What a claim of a study is about.",
 }
 
 
@@ -22,7 +26,10 @@ def all_kinds() -> Catalogue[Mapping[str, str]]:
     """Names and what they mean, by kind."""
     kinds: dict[str, Mapping[str, str]] = {"recipes": packaged_recipes()}
     kinds |= {PLURALS.get(name, f"{name}s"): catalogue.describe() for name, catalogue in CATALOGUES.items()}
-    return Catalogue("kind", kinds | {"data": DATASETS.describe(), "attacks": JUDGES.describe()})
+    kinds |= {"data": DATASETS.describe(), "attacks": JUDGES.describe()}
+    kinds["studies"] = {name: read_design(name).title for name in packaged_studies()}
+    kinds["metrics"] = METRICS.describe()
+    return Catalogue("kind", kinds)
 
 
 def lines_of(kind: str, entries: Mapping[str, str]) -> Iterator[str]:
