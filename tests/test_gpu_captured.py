@@ -110,6 +110,16 @@ def test_compiled_steps_train_as_eager_ones_do(case: str, precision: str) -> Non
     assert_alike(eager, captured, 0.03 if precision == "float32" else 0.3)
 
 
+def test_start_up_is_told_apart_from_training() -> None:
+    found = trained(CASES["topology rigl"], compile=True, epochs=4).history
+    start_up, seconds = ([line[key] for line in found] for key in ("start_up", "seconds"))
+    epochs = [after - before for before, after in zip([0.0, *seconds], seconds, strict=False)]
+    assert start_up[0] > 1  # compiling takes long
+    assert start_up[2] == start_up[3]  # and is done once
+    assert min(epochs) > 0
+    assert epochs[0] < start_up[0]
+
+
 def test_bsr_net_keeps_its_budget_and_its_signs() -> None:
     topology = {"name": "bsr-net", "sparsity": 0.9, "distribution": "uniform"}
     trainer = Trainer(make_recipe({**BASE, "topology": topology, "optimizer": "sgdw"}))

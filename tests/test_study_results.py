@@ -192,6 +192,33 @@ def test_a_run_is_a_study_of_one_arm(tmp_path: Path) -> None:
     assert found.test == {"plain": 0.4}
 
 
+@pytest.mark.parametrize(
+    ("environment", "start_up", "kept"),
+    [
+        ({"device": "cpu"}, None, True),
+        ({"device": "cpu", "together": 1}, None, True),
+        ({"device": "cpu", "together": 2}, 0.0, False),
+        ({"device": "cpu", "together": "many"}, None, True),
+        ({"device": "NVIDIA X"}, None, False),  # a run of old, whose seconds hold its start-up
+        ({"device": "NVIDIA X"}, 9.0, True),
+        ({"device": "NVIDIA X", "together": 2}, 9.0, False),
+    ],
+)
+def test_seconds_that_cannot_be_compared_are_left_out(
+    tmp_path: Path, environment: dict[str, object], start_up: float | None, kept: bool
+) -> None:
+    value = {**result_json(), "environment": environment}
+    for entry in value["epochs"]:
+        entry |= {} if start_up is None else {"start_up": start_up}
+    write_study(tmp_path / "s", arms=["SGD"])
+    write_result(result_file(tmp_path / "s", "SGD", 0), value)
+    (study,) = read_results(tmp_path).studies
+    changed, other = study.results["SGD"]
+    assert other.epochs[-1].seconds == 12.0
+    assert changed.epochs[-1].seconds == (12.0 if kept else None)
+    assert changed.epochs[-1].passes == other.epochs[-1].passes
+
+
 def test_a_run_without_an_epoch_and_a_folder_of_nothing_are_named(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", {"epochs": 3})
     assert read_results(tmp_path).studies == ()

@@ -25,7 +25,7 @@ from train_helpers import BATCHES, assert_same_state, leaves, same, tiny, traine
 
 LINE = {
     *("epoch", "step", "learning_rate", "train_loss", "train_accuracy", "split", "scores", "density", "exploration"),
-    *("updates", "correction", "passes", "seconds", "images_per_second"),
+    *("updates", "correction", "passes", "seconds", "start_up", "images_per_second"),
 }  # at least
 
 

@@ -17,7 +17,7 @@ from equipoise.train import Trainer, make_recipe
 from equipoise.train import checkpoint as checkpoints
 
 BATCHES = 6  # of an epoch of `tiny`
-TIMES = {"seconds", "images_per_second"}
+TIMES = {"seconds", "start_up", "images_per_second"}
 
 
 def tiny(**changes: Any) -> dict[str, Any]:

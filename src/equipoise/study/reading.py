@@ -180,18 +180,30 @@ def _result(value: Mapping[str, Any], study: str, where: Path, problems: list[st
         raise Unusable("it has no epochs")
     diverged = one_line(_text(value.get("diverged")), 200)
     epochs = _epochs(list(enumerate(lines, 1)), where, problems) if lines or not diverged else ()
+    environment = as_mapping(value.get("environment"))
+    if not _seconds_count(environment, lines):
+        epochs = tuple(replace(epoch, seconds=None) for epoch in epochs)
     return Result(
         arm=arm,
         seed=seed,
         epochs=_with_measurements(epochs, as_mapping(value.get("measured")).get("along")),
         recipe=as_mapping(value.get("recipe")),
-        environment=as_mapping(value.get("environment")),
+        environment=environment,
         test=_accuracies(as_mapping(value.get("result")).get("test")),
         layers=_layers(value.get("layers")),
         robust={way: numbers(found) for way, found in as_mapping(value.get("robust")).items()},
         measured=numbers(value.get("measured")),
         diverged=diverged,
     )
+
+
+def _seconds_count(environment: Mapping[str, Any], lines: list[Any]) -> bool:
+    """Whether seconds can be compared: no other run was on the device, and a GPU's start-up is told apart.
+
+    Compiling takes longer than many an epoch, and less for the later arms of a study than for its first.
+    """
+    alone = (number(environment.get("together")) or 1) <= 1
+    return alone and (environment.get("device") == "cpu" or all("start_up" in as_mapping(line) for line in lines))
 
 
 def _epochs(lines: list[tuple[int, Any]], where: Path, problems: list[str]) -> tuple[Epoch, ...]:

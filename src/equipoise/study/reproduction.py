@@ -17,6 +17,7 @@ from equipoise.study.study import Design, read_design
 from equipoise.study.verdict import Verdict, judge
 
 CONTROL = "Control"  # how claims begin that are not the paper's but tests of its fairness
+UNTIMED = "Seconds are left out where runs shared the device or did not tell their start-up apart"
 SHARES = {"accuracy", "mean-accuracy", "test", "clean", "robust"}
 HEAD = """# Reproduction
 
@@ -145,10 +146,10 @@ def _provenance(study: Study) -> str:
         return f"Not run: `equipoise study {study.name}`."
     missing = [arm for arm, results in study.results.items() if not results and arm not in study.diverged]
     diverged = [f"{arm}, seed {r.seed}: {r.diverged}" for arm, lost in study.diverged.items() for r in lost]
-    shared = any(r.environment.get("together", 1) != 1 for results in study.results.values() for r in results)
+    untimed = any(result.epochs[-1].seconds is None for results in study.results.values() for result in results)
     return (
         f"Run on {'; '.join(sorted(seen))}."
-        + (" Several runs shared a device: seconds are longer than a run's own." if shared else "")
+        + (f" {UNTIMED}." if untimed else "")
         + (f" Not run: {', '.join(missing)}." if missing else "")
         + (f" Diverged: {'; '.join(diverged)}." if diverged else "")
     )

@@ -79,7 +79,7 @@ class CapturedStep:
         self.update = Update(parts.optimizer, parts.topology, parts.average, self.flat, self._compiled)
         rewiring = self.update.rewiring
         generators = [self.generator] if rewiring is None else [self.generator, rewiring.generator]
-        self.graphs = Graphs(parts.device, generators, capture)
+        self.graphs = Graphs(parts.device, generators, capture, trainer.count_start_up)
         self.loss_value = torch.zeros((), dtype=self.flat.dtype, device=parts.device)
         self.number = torch.zeros((), dtype=torch.int64, device=parts.device)
         self.sums = trainer.meter.sums

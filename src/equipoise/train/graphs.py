@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -12,10 +14,18 @@ class Graphs:
 
     The first run is a real one. It compiles, tunes and allocates what recording must not; recording runs nothing.
     A function reads and writes tensors that stay where they are. `generators` are what it may draw from; their
-    seeds can be set between replays. Where `record` is false, functions are always run as they are.
+    seeds can be set between replays. Where `record` is false, functions are always run as they are. `started` is told
+    the seconds of each first run and each recording.
     """
 
-    def __init__(self, device: torch.device, generators: list[torch.Generator], record: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        generators: list[torch.Generator],
+        record: bool,
+        started: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self._started = started
         self._generators = generators
         self._record = record
         self._seen: set[Hashable] = set()
@@ -29,11 +39,21 @@ class Graphs:
         elif key in self._graphs:
             self._graphs[key].replay()
         elif key in self._seen:
-            self._graphs[key] = self._recorded(function)
+            with self._timed():
+                self._graphs[key] = self._recorded(function)
             self._graphs[key].replay()
         else:
-            self._run_aside(function)
+            with self._timed():
+                self._run_aside(function)
             self._seen.add(key)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        yield
+        torch.cuda.synchronize()
+        self._started(time.perf_counter() - before)
 
     def _run_aside(self, function: Callable[[], None]) -> None:
         """On the stream that will record, so that what libraries keep per stream is there by then."""

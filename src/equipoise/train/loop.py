@@ -55,6 +55,7 @@ class Trainer:
         self.batch = 0
         self.best = -1.0
         self.seconds = 0.0
+        self.start_up = 0.0  # seconds of compiling and recording steps, which are not among those above
         self.images = 0
         self.attacks = 0  # batches that have been attacked, those of full passes included
         self.rollbacks = 0
@@ -164,10 +165,15 @@ class Trainer:
         warnings.warn(f"steps run in eager mode, which is slower: capturing failed with {line}", stacklevel=2)
 
     def _count_seconds(self, started: float) -> None:
-        """Of training alone: neither evaluation nor the writing of checkpoints counts."""
+        """Of training alone: neither evaluation nor the writing of checkpoints counts, nor what a start-up takes."""
         if self.parts.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - started
+
+    def count_start_up(self, seconds: float) -> None:
+        """They are a part of what `_count_seconds` will count next."""
+        self.start_up += seconds
+        self.seconds -= seconds
 
     def _stop_is_asked(self) -> bool:
         """Of several processes all stop at the same step, where the average of gradients has told them."""
@@ -323,6 +329,7 @@ class Trainer:
             "correction": parts.correction.report(),
             "passes": self._passes(),
             "seconds": self.seconds,
+            "start_up": self.start_up,
             "images_per_second": self.images / max(self.seconds, 1e-9),
             "peak_memory": torch.cuda.max_memory_allocated(parts.device) if on_gpu else None,
             **({"rollbacks": self.rollbacks} if self.recipe.rollback.times else {}),

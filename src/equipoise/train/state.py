@@ -24,6 +24,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "rollbacks": trainer.rollbacks,
         "best": trainer.best,
         "seconds": trainer.seconds,
+        "start_up": trainer.start_up,
         "model": parts.model.state_dict(),
         "optimizer": parts.optimizer.state_dict(),
         "topology": parts.topology.state_dict(),
@@ -77,7 +78,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> Random:
         parts.average.load_state_dict(state["average"])
     trainer.epoch, trainer.batch, trainer.images, trainer.attacks = state["position"]
     trainer.rollbacks = state.get("rollbacks", 0)
-    trainer.best, trainer.seconds = state["best"], state["seconds"]
+    trainer.best, trainer.seconds, trainer.start_up = state["best"], state["seconds"], state.get("start_up", 0.0)
     trainer.meter.load_state_dict(state["meter"])
     cpu, cuda = state["random"]
     random = Random.of(cpu, cuda, parts.device)

@@ -104,8 +104,8 @@ def _environments(results: Sequence[Result]) -> list[str]:
         place = result.environment
         found |= dict.fromkeys(str(place[key]) for key in ("device",) if place.get(key))
         found |= dict.fromkeys(f"{key} {place[key]}" for key in ("torch", "equipoise") if place.get(key))
-        if place.get("together", 1) != 1:
-            found["several runs at once on a device: their seconds are longer than a run's own"] = None
+        if result.epochs and result.epochs[-1].seconds is None:
+            found["seconds left out where runs shared the device or did not tell their start-up apart"] = None
     days = sorted({str(r.environment["date"]) for r in results if r.environment.get("date")})
     return [*found, *days[:1], *([f"to {days[-1]}"] if len(days) > 1 else [])]
 
@@ -187,7 +187,7 @@ def _method() -> Markup:
         "Numbers": "Mean ± standard deviation over seeds (n − 1). Bands in the charts are the same.",
         "Gradient evaluations": "(forward + 2·backward + 2·attack) / 3 passes, so that one epoch of SGD counts 1.",
         "Equal cost": "For each seed, every arm is scored at the epoch that ends nearest to what the cheapest arm "
-        "spent in all. Nothing is interpolated. Seconds are of training alone.",
+        "spent in all. Nothing is interpolated. Seconds are of training: no evaluation, checkpoints or start-up.",
         "Noise": f"Standard deviation of the accuracy about its linear trend within {WINDOW} consecutive epochs, "
         "averaged over all such windows.",
         "Three scores": "Plain weights; with BatchNorm statistics estimated anew; with averaged weights.",

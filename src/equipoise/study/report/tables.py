@@ -93,18 +93,19 @@ def about(asked: Claim | PaperValue) -> str:
 
 
 def comparison_table(study: Study) -> Markup:
-    """Accuracy at equal epochs, gradient evaluations and time, and how each arm differs from the first."""
-    reached = {axis: at_equal(study, axis) for axis in AXES}
+    """Accuracy at equal epochs, gradient evaluations and, where known, time; and how arms differ from the first."""
+    axes = [axis for axis in AXES if budgets(study, axis)]
+    reached = {axis: at_equal(study, axis) for axis in axes}
     baseline = next((arm for arm, results in study.results.items() if results), None)
     rows = []
     for arm in study.results:
         row = [arm]
-        for axis in AXES:
+        for axis in axes:
             row.append(value_of("accuracy", spread(list(reached[axis][arm].values())), unit=False))
             row.append(UNKNOWN if arm == baseline or baseline is None else _against(reached[axis], arm, baseline))
         rows.append(row)
     columns = [""]
-    for axis in AXES:
+    for axis in axes:
         columns += [f"equal {EQUAL[axis]}: {_budget(study, axis)}", "difference (p)"]
     return table(
         columns, rows, f"Accuracy in percent at equal cost, plain weights, and the difference from {baseline}"
