@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.study.compare import (
+    Reached,
     at_equal,
     budgets,
     cost_of_epoch,
@@ -165,7 +166,7 @@ def test_equal_time_is_the_epoch_that_ends_nearest_to_the_cheapest_total(one: np
         Result(name, 0, tuple(epoch(i, i / 100, seconds=float(x)) for i, x in enumerate(ends, 1)))
         for name, ends in arms.items()
     ]
-    found = at_equal(study(*results), "seconds")
+    found = accuracies(at_equal(study(*results), "seconds"))
     budget = min(one[-1], other[-1])
     for name, ends in arms.items():
         distances = np.abs(np.concatenate([[0.0], ends]) - budget)
@@ -176,20 +177,38 @@ def test_equal_time_is_the_epoch_that_ends_nearest_to_the_cheapest_total(one: np
         assert found[name] == ({} if nearest == 0 else {0: nearest / 100})
 
 
+def accuracies(found: dict[str, dict[int, Reached]]) -> dict[str, dict[int, float]]:
+    return {arm: {seed: reached.accuracy for seed, reached in by_seed.items()} for arm, by_seed in found.items()}
+
+
 def test_each_seed_has_its_own_budget_and_axis() -> None:
     sgd = [result("SGD", seed, [0.1, 0.2, 0.3, 0.4]) for seed in (0, 1)]
     agent = [result("AGENT", 0, [0.2, 0.4, 0.6, 0.8], cost=2, slow=4.0), result("AGENT", 1, [0.3, 0.5], cost=2)]
     asked = study(*sgd, *agent)
     assert budgets(asked, "epochs") == {0: 4, 1: 2}
     assert budgets(asked, "evaluations") == {0: 4, 1: 4}
-    assert at_equal(asked, "epochs") == {"SGD": {0: 0.4, 1: 0.2}, "AGENT": {0: 0.8, 1: 0.5}}
-    assert at_equal(asked, "evaluations") == {"SGD": {0: 0.4, 1: 0.4}, "AGENT": {0: 0.4, 1: 0.5}}
-    assert at_equal(asked, "seconds")["AGENT"] == {0: 0.2, 1: 0.5}
+    assert accuracies(at_equal(asked, "epochs")) == {"SGD": {0: 0.4, 1: 0.2}, "AGENT": {0: 0.8, 1: 0.5}}
+    assert accuracies(at_equal(asked, "evaluations")) == {"SGD": {0: 0.4, 1: 0.4}, "AGENT": {0: 0.4, 1: 0.5}}
+    assert accuracies(at_equal(asked, "seconds"))["AGENT"] == {0: 0.2, 1: 0.5}
+
+
+def test_a_run_that_ends_at_the_budget_is_taken_before_one_that_is_broken_off() -> None:
+    sgd = result("SGD", 0, [0.1, 0.2, 0.3, 0.8])
+    agent = result("AGENT", 0, [0.2, 0.4, 0.6, 0.9], cost=2)
+    short = result("AGENT, 2 epochs", 0, [0.3, 0.7], cost=2.04)  # 4.08, to 5 % as much as SGD
+    asked = study(sgd, agent, short, budgets={"AGENT, 2 epochs": "AGENT"})
+    assert budgets(asked, "evaluations") == {0: 4}
+    assert at_equal(asked, "evaluations") == {"SGD": {0: (0.8, True)}, "AGENT": {0: (0.7, True)}}
+    assert at_equal(asked, "epochs") == {"SGD": {0: (0.8, True)}, "AGENT": {0: (0.9, True)}}
+    assert at_equal(study(sgd, agent), "evaluations")["AGENT"] == {0: (0.4, False)}
+    long = result("AGENT, 3 epochs", 0, [0.3, 0.7, 0.8], cost=2)
+    far = study(sgd, agent, long, budgets={"AGENT, 3 epochs": "AGENT"})
+    assert at_equal(far, "evaluations")["AGENT"] == {0: (0.4, False)}
 
 
 def test_a_jitter_of_the_clock_costs_no_epoch() -> None:
     asked = study(result("a", 0, [0.1, 0.2, 0.3]), result("b", 0, [0.1, 0.2, 0.3], slow=1.01))
-    assert at_equal(asked, "seconds") == {"a": {0: 0.3}, "b": {0: 0.3}}
+    assert accuracies(at_equal(asked, "seconds")) == {"a": {0: 0.3}, "b": {0: 0.3}}
 
 
 def test_a_curve_is_the_mean_over_the_seeds_of_epochs_that_all_have() -> None:

@@ -166,6 +166,16 @@ def test_what_was_asked_is_plain_json_values(tmp_path: Path) -> None:
     assert {key: asked["claims"][0][key] for key in claim} == claim
 
 
+def test_every_arm_is_there_with_every_budget(tmp_path: Path) -> None:
+    claim = {"says": "s", "better": "b, 5 epochs", "than": "a"}
+    design = read_study(write(tmp_path, own(budgets=[5, 9], claims=[claim])))
+    assert list(design.every_arm) == ["a", "b", "a, 5 epochs", "b, 5 epochs", "a, 9 epochs", "b, 9 epochs"]
+    assert [design.raw(arm, 0)["epochs"] for arm in design.every_arm] == [tiny()["epochs"], 3, 5, 5, 9, 9]
+    asked = design.asked()
+    assert asked["budgets"] == {f"{arm}, {n} epochs": arm for n in (5, 9) for arm in ("a", "b")}
+    assert list(asked["arms"]) == list(design.every_arm)
+
+
 CLAIM = {"says": "s", "better": "a", "than": "b"}
 REFUSED = {
     "unknown key": (own(sedes=[0]), 'no option is called "sedes"; did you mean "seeds"?'),
@@ -186,6 +196,8 @@ REFUSED = {
     "claim about no arm": (own(claims=[{**CLAIM, "than": "c"}]), 'no arm is called "c"'),
     "unknown key of a claim": (own(claims=[{**CLAIM, "then": "b"}]), 'no option is called "then"'),
     "unknown way": (own(claims=[{**CLAIM, "way": "planed"}]), "no way of scoring"),
+    "budget twice": (own(budgets=[5, 5]), "each once"),
+    "no budget": (own(budgets=[0]), "from 1 on"),
     "unknown metric": (own(claims=[{**CLAIM, "metric": "acuracy"}]), 'did you mean "accuracy"?'),
     "unknown number": (own(paper=[{"arm": "a", "what": "beauty", "value": 1}]), 'no metric is called "beauty"'),
     "negative margin": (own(claims=[{**CLAIM, "margin": -0.1}]), "from 0 on"),

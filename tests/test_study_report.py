@@ -108,6 +108,20 @@ def test_a_margin_is_said_with_its_claim(tmp_path: Path) -> None:
     assert any("claim 2: left out: its margin is not a number from 0 on" in line for line in page.all("li"))
 
 
+def test_a_run_in_the_middle_of_its_schedule_is_marked_and_not_compared(tmp_path: Path) -> None:
+    write_study(tmp_path / "s")
+    for seed in (0, 1):
+        value = result_json("AGENT", seed, 0.02)
+        for entry in value["epochs"]:
+            entry["passes"] = {kind: 2 * count for kind, count in entry["passes"].items()}
+        write_result(result_file(tmp_path / "s", "AGENT", seed), value)
+    page = Page(page_of(tmp_path))
+    cells = page.all("td")
+    assert "32.05 ± 0.07 †" in cells  # after three of six epochs, which cost as much as six of SGD
+    assert cells[cells.index("32.05 ± 0.07 †") + 1] == "–"
+    assert any("† in the middle of its schedule" in words for words in page.all("h3"))
+
+
 def test_a_run_that_diverged_is_named_with_its_arm(results: Path) -> None:
     lost = {**result_json("SGD", 1), "epochs": [], "diverged": "the loss is nan at batch 3 of epoch 1"}
     write_result(result_file(results / "s", "SGD", 1), lost)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from equipoise.study.results import Epoch, Result, Study
 
 Axis = Literal["epochs", "evaluations", "seconds"]
 AXES: tuple[Axis, ...] = ("epochs", "evaluations", "seconds")
+CLOSE = 0.05  # of a cost that counts as equal
 
 
 # What a run has cost
@@ -94,34 +95,60 @@ def values_of(
 # At equal cost
 
 
+class Reached(NamedTuple):
+    """An accuracy at some cost. whole: whether it is that of a run that ends there, with all of its schedule."""
+
+    accuracy: float
+    whole: bool
+
+
 def budgets(study: Study, axis: Axis) -> dict[int, float]:
     """What every arm can spend, by seed: as much as the cheapest arm that has the seed spent in all."""
     found: dict[int, float] = {}
-    for results in study.results.values():
-        for result in results:
+    for arm, results in study.results.items():
+        for result in results if arm not in study.budgets else ():
             spent = position(result.epochs[-1], axis)
             if spent is not None:
                 found[result.seed] = min(spent, found.get(result.seed, math.inf))
     return found
 
 
-def at_equal(study: Study, axis: Axis, way: str = "plain") -> dict[str, dict[int, float]]:
-    """Accuracy by arm and seed at the epoch that ends nearest to the seed's budget, half an epoch beyond at most.
+def at_equal(study: Study, axis: Axis, way: str = "plain") -> dict[str, dict[int, Reached]]:
+    """Accuracy by arm and seed at the seed's budget: of a run of the arm that ends there, to 5 %, if there is one.
 
-    Nothing is interpolated. The half epoch keeps arms of equal cost from losing an epoch to the jitter of clocks.
+    Else it is that of the epoch that ends nearest to the budget, half an epoch beyond at most: nothing is
+    interpolated, and the half epoch keeps arms of equal cost from losing an epoch to the jitter of clocks.
     """
     limits = budgets(study, axis)
-    return {
-        arm: {
-            result.seed: reached
-            for result in results
-            if result.seed in limits and (reached := _within(result, axis, limits[result.seed], way)) is not None
-        }
-        for arm, results in study.results.items()
-    }
+    found: dict[str, dict[int, Reached]] = {arm: {} for arm in study.results if arm not in study.budgets}
+    for arm, by_seed in found.items():
+        for result in study.results[arm]:
+            others = [r for name in _with_budgets(study, arm) for r in study.results[name] if r.seed == result.seed]
+            reached = _reached(result, others, axis, limits.get(result.seed), way)
+            if reached is not None:
+                by_seed[result.seed] = reached
+    return found
 
 
-def _within(result: Result, axis: Axis, budget: float, way: str) -> float | None:
+def _with_budgets(study: Study, arm: str) -> list[str]:
+    return [name for name, base in study.budgets.items() if base == arm and name in study.results]
+
+
+def _reached(result: Result, others: Sequence[Result], axis: Axis, budget: float | None, way: str) -> Reached | None:
+    if budget is None:
+        return None
+    epoch = _within(result, axis, budget)
+    if epoch is not result.epochs[-1]:
+        for other in others:
+            spent = position(other.epochs[-1], axis)
+            if spent is not None and abs(spent - budget) <= CLOSE * budget and way in other.epochs[-1].scores:
+                return Reached(other.epochs[-1].scores[way], True)
+    if epoch is None or way not in epoch.scores:
+        return None
+    return Reached(epoch.scores[way], epoch is result.epochs[-1])
+
+
+def _within(result: Result, axis: Axis, budget: float) -> Epoch | None:
     affordable, before = None, 0.0
     for epoch in result.epochs:
         spent = position(epoch, axis)
@@ -130,7 +157,7 @@ def _within(result: Result, axis: Axis, budget: float, way: str) -> float | None
         if before + spent > 2 * budget * (1 + 1e-9):  # more than half of the epoch is beyond
             break
         affordable, before = epoch, spent
-    return None if affordable is None else affordable.scores.get(way)
+    return affordable
 
 
 @dataclass(frozen=True)

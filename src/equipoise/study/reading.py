@@ -64,7 +64,10 @@ def _read_study(folder: Path, problems: list[str]) -> Study:
     else:
         problems.append(f"{folder} has no study.json: arms are shown as found, without claims")
     name = _text(asked.get("name")) or folder.name
+    budgets = {arm: base for arm, base in as_mapping(asked.get("budgets")).items() if isinstance(base, str)}
     arms = _read_arms(folder, name, list(as_mapping(asked.get("arms"))), problems)
+    if missing := [arm for arm, results in arms.items() if not results and arm not in budgets]:
+        problems.append(f"{folder}: no finished seed of {', '.join(missing)}")
     return Study(
         name=name,
         title=_text(asked.get("title")) or name,
@@ -73,6 +76,7 @@ def _read_study(folder: Path, problems: list[str]) -> Study:
         claims=_entries(asked.get("claims"), _claim, f"{file}: claim", problems),
         paper=_entries(asked.get("paper"), _paper_value, f"{file}: paper", problems),
         shows=tuple(text for text in _list(asked.get("shows")) if isinstance(text, str)),
+        budgets=budgets,
         diverged={arm: lost for arm, results in arms.items() if (lost := tuple(r for r in results if r.diverged))},
     )
 
@@ -88,8 +92,6 @@ def _read_arms(folder: Path, study: str, arms: list[str], problems: list[str]) -
             if result.seed in by_arm.setdefault(result.arm, {}):
                 raise Unusable(f"seed {result.seed} of {result.arm} has been read from another file")
             by_arm[result.arm][result.seed] = result
-    if missing := [arm for arm, seeds in by_arm.items() if not seeds]:
-        problems.append(f"{folder}: no finished seed of {', '.join(missing)}")
     return {arm: tuple(seeds[seed] for seed in sorted(seeds)) for arm, seeds in by_arm.items()}
 
 

@@ -60,10 +60,13 @@ def paper_items() -> list[Item]:
 
 def with_results(design: Design, found: Study | None) -> Study:
     """A study with the claims and numbers of its file as it is now, and what was found of its arms."""
-    results = {arm: found.results.get(arm, ()) if found is not None else () for arm in design.arms}
-    diverged = {arm: lost for arm, lost in found.diverged.items() if arm in design.arms} if found is not None else {}
+    results = {arm: found.results.get(arm, ()) if found is not None else () for arm in design.every_arm}
+    diverged = (
+        {arm: lost for arm, lost in found.diverged.items() if arm in design.every_arm} if found is not None else {}
+    )
     asked = (tuple(design.claims), tuple(design.paper))
-    return Study(design.name, design.title, design.about, results, *asked, diverged=diverged)
+    budgets = design.asked()["budgets"]
+    return Study(design.name, design.title, design.about, results, *asked, diverged=diverged, budgets=budgets)
 
 
 def page_lines(items: Sequence[Item], studies: dict[str, Study]) -> Iterator[str]:
@@ -144,7 +147,8 @@ def _provenance(study: Study) -> str:
     }
     if not seen:
         return f"Not run: `equipoise study {study.name}`."
-    missing = [arm for arm, results in study.results.items() if not results and arm not in study.diverged]
+    ran = {*study.diverged, *(arm for arm, results in study.results.items() if results)}
+    missing = [arm for arm in study.results if arm not in ran and arm not in study.budgets]
     diverged = [f"{arm}, seed {r.seed}: {r.diverged}" for arm, lost in study.diverged.items() for r in lost]
     untimed = any(result.epochs[-1].seconds is None for results in study.results.values() for result in results)
     return (

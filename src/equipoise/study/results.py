@@ -96,7 +96,8 @@ class Study:
     """What was asked and what there is of it.
 
     shows: tables and figures of the paper. results: by arm, in the order of the study, sorted by seed. diverged: by
-    arm those that came to no end, which are not among the results.
+    arm those that came to no end, which are not among the results. budgets: arms that are another arm with another
+    number of epochs, and which one that is.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Study:
     paper: tuple[PaperValue, ...] = ()
     shows: tuple[str, ...] = ()
     diverged: Mapping[str, tuple[Result, ...]] = field(default_factory=dict)
+    budgets: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

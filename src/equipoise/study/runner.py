@@ -69,7 +69,7 @@ def jobs_of(
     name = slug(design.name)
     jobs = []
     for seed in seeds or design.seeds:
-        for arm in only or design.arms:
+        for arm in only or design.every_arm:
             raw = design.raw(arm, seed)
             if data is not None:
                 raw = lay_over(raw, {"data": {"root": str(data)}})

@@ -28,9 +28,12 @@ class Design:
     name: of its file. title, about: for people. shows: the tables and figures of the paper it is about.
 
     recipe: a recipe and overlays, by name or file. set: overrides for all arms. arms: overrides by arm, in which
-    `recipe` takes another recipe. seeds. robust: the attack that judges the final weights; attacked: how many test
-    images, 0 is all. measure: whether gradients are measured at the final weights; measure_every: also every so many
-    epochs, against the weights of an epoch before. paper: its numbers. claims: what it says about them.
+    `recipe` takes another recipe. seeds. budgets: numbers of epochs; beside its own, every arm is run with each of
+    them, as `ARM, 100 epochs`, so that there are complete runs of equal cost.
+
+    robust: the attack that judges the final weights; attacked: how many test images, 0 is all. measure: whether
+    gradients are measured at the final weights; measure_every: also every so many epochs, against the weights of an
+    epoch before. paper: its numbers. claims: what it says about them.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Design:
     recipe: str | Sequence[str] = ()
     set: Mapping[str, Any] = field(default_factory=dict)
     seeds: Sequence[int] = (0,)
+    budgets: Sequence[int] = ()
     robust: str | None = None
     attacked: int = 0
     measure: bool = False
@@ -53,6 +57,8 @@ class Design:
             raise UserError("a study has at least one arm and one seed")
         if len({*self.seeds}) < len(self.seeds) or min(self.seeds) < 0:
             raise UserError(f"seeds={list(self.seeds)}: whole numbers from 0 on, each once")
+        if len({*self.budgets}) < len(self.budgets) or min(self.budgets, default=1) < 1:
+            raise UserError(f"budgets={list(self.budgets)}: epochs, whole numbers from 1 on, each once")
         if self.robust is not None:
             JUDGES[self.robust]
         if self.attacked < 0:
@@ -65,7 +71,7 @@ class Design:
     def _check_slugs(self) -> None:
         """Names come from files; what becomes of them in a path is plain, and no two are the same there."""
         seen: dict[str, str] = {}
-        for arm in self.arms:
+        for arm in self.every_arm:
             other = seen.setdefault(slug(arm), arm)
             if other != arm:
                 raise UserError(f'the arms "{other}" and "{arm}" would share their files; rename one')
@@ -73,8 +79,8 @@ class Design:
     def _check_arms(self) -> None:
         """Numbers and claims are about arms, metrics and ways that there are."""
         for named in [value.arm for value in self.paper] + [arm for c in self.claims for arm in (c.better, c.than)]:
-            if named not in self.arms:
-                raise UserError(f'no arm is called "{named}"{suggestion(named, list(self.arms))}')
+            if named not in self.every_arm:
+                raise UserError(f'no arm is called "{named}"{suggestion(named, list(self.every_arm))}')
         for metric in [value.what for value in self.paper] + [claim.metric for claim in self.claims]:
             METRICS[metric]
         for claim in self.claims:
@@ -84,11 +90,17 @@ class Design:
             if way not in WAYS:
                 raise UserError(f'no way of scoring is called "{way}"; there is {", ".join(WAYS)}')
 
+    @property
+    def every_arm(self) -> dict[str, Mapping[str, Any]]:
+        """The arms, and after them the same with each budget."""
+        more = {_at(arm, b): {**own, "epochs": b} for b in self.budgets for arm, own in self.arms.items()}
+        return {**self.arms, **more}
+
     def raw(self, arm: str, seed: int) -> dict[str, Any]:
         """The recipe of an arm and a seed."""
-        if arm not in self.arms:
-            raise UserError(f'{self.name}: no arm is called "{arm}"{suggestion(arm, list(self.arms))}')
-        own = dict(self.arms[arm])
+        if arm not in self.every_arm:
+            raise UserError(f'{self.name}: no arm is called "{arm}"{suggestion(arm, list(self.every_arm))}')
+        own = dict(self.every_arm[arm])
         sources = own.pop("recipe", self.recipe)
         sources = [sources] if isinstance(sources, str) else sources
         if not isinstance(sources, Sequence) or not all(isinstance(source, str) for source in sources):
@@ -100,7 +112,12 @@ class Design:
 
     def asked(self) -> dict[str, Any]:
         """What is kept beside the results."""
-        return {"version": VERSION, **asdict(self)}
+        budgets = {_at(arm, budget): arm for budget in self.budgets for arm in self.arms}
+        return {"version": VERSION, **asdict(self), "arms": self.every_arm, "budgets": budgets}
+
+
+def _at(arm: str, budget: int) -> str:
+    return f"{arm}, {budget} epochs"
 
 
 def override(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +133,7 @@ def override(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 def read_study(source: str) -> Design:
     """A study by file, or by name among those that come with the package; the recipe of every arm is made once."""
     design = read_design(source)
-    for arm in design.arms:
+    for arm in design.every_arm:
         where = f"{Path(source).name}, {arm}"
         call(make_recipe, {"raw": call(design.raw, {"arm": arm, "seed": design.seeds[0]}, where)}, where)
     return design

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from equipoise.study.compare import (
     AXES,
     Axis,
+    Reached,
     Spread,
     at_equal,
     budgets,
     cost_of_epoch,
     paired_p,
+    position,
     spread,
     values_of,
 )
@@ -24,6 +26,7 @@ from equipoise.study.verdict import Verdict, judge
 
 SIGNS = {"holds": "✓", "holds in part": "≈", "does not hold": "✗", "not run": "·"}
 Cell = Callable[[Sequence[Result]], str]  # of an arm
+BROKEN_OFF = "†"
 EQUAL: dict[Axis, str] = {"epochs": "epochs", "evaluations": "gradient evaluations", "seconds": "time"}
 
 
@@ -96,26 +99,39 @@ def comparison_table(study: Study) -> Markup:
     """Accuracy at equal epochs, gradient evaluations and, where known, time; and how arms differ from the first."""
     axes = [axis for axis in AXES if budgets(study, axis)]
     reached = {axis: at_equal(study, axis) for axis in axes}
-    baseline = next((arm for arm, results in study.results.items() if results), None)
+    arms = [arm for arm, results in study.results.items() if results and arm not in study.budgets]
+    baseline = arms[0] if arms else "none"
     rows = []
-    for arm in study.results:
+    for arm in arms:
         row = [arm]
         for axis in axes:
-            row.append(value_of("accuracy", spread(list(reached[axis][arm].values())), unit=False))
-            row.append(UNKNOWN if arm == baseline or baseline is None else _against(reached[axis], arm, baseline))
+            row.append(_accuracy_at(reached[axis][arm]))
+            row.append(UNKNOWN if arm == baseline else _against(reached[axis], arm, baseline))
         rows.append(row)
     columns = [""]
     for axis in axes:
         columns += [f"equal {EQUAL[axis]}: {_budget(study, axis)}", "difference (p)"]
-    return table(
-        columns, rows, f"Accuracy in percent at equal cost, plain weights, and the difference from {baseline}"
+    note = (
+        f"; {BROKEN_OFF} in the middle of its schedule" if any(BROKEN_OFF in cell for r in rows for cell in r) else ""
     )
+    title = f"Accuracy in percent at equal cost, plain weights, and the difference from {baseline}"
+    return table(columns, rows, title + note)
 
 
-def _against(reached: dict[str, dict[int, float]], arm: str, baseline: str) -> str:
-    """The difference from the first arm, over the seeds that both have, and the p of the paired test."""
+def _accuracy_at(reached: dict[int, Reached]) -> str:
+    text = value_of("accuracy", spread([found.accuracy for found in reached.values()]), unit=False)
+    return text if all(found.whole for found in reached.values()) else f"{text} {BROKEN_OFF}"
+
+
+def _against(reached: dict[str, dict[int, Reached]], arm: str, baseline: str) -> str:
+    """The difference from the first arm, over the seeds that both have, and the p of the paired test.
+
+    A run in the middle of its schedule says nothing about one at its end.
+    """
     seeds = sorted(set(reached[arm]) & set(reached[baseline]))
-    ours, theirs = ([reached[name][seed] for seed in seeds] for name in (arm, baseline))
+    if any(reached[arm][seed].whole != reached[baseline][seed].whole for seed in seeds):
+        return UNKNOWN
+    ours, theirs = ([reached[name][seed].accuracy for seed in seeds] for name in (arm, baseline))
     gain = spread([a - b for a, b in zip(ours, theirs, strict=True)])
     p = paired_p(ours, theirs)
     return gain_of("accuracy", gain, unit=False) + ("" if p is None else f" ({chance(p)})")
@@ -142,13 +158,19 @@ def arms_table(study: Study) -> Markup:
         "cost of an epoch": lambda rs: value_of(
             "cost", spread([c for r in rs if (c := cost_of_epoch(r)) is not None])
         ),
+        "cost in all": lambda rs: value_of("cost", spread([c for r in rs if (c := _total(r)) is not None])),
         "seconds": lambda rs: value_of("cost", spread([s for r in rs if (s := r.epochs[-1].seconds) is not None])),
     }
-    cells = {name: [cell(results) for results in study.results.values()] for name, cell in columns.items()}
-    cells["diverged"] = [_seeds(study.diverged.get(arm, ())) for arm in study.results]
+    arms = [arm for arm, results in study.results.items() if results or arm in study.diverged]
+    cells = {name: [cell(study.results[arm]) for arm in arms] for name, cell in columns.items()}
+    cells["diverged"] = [_seeds(study.diverged.get(arm, ())) for arm in arms]
     shown = {name: column for name, column in cells.items() if any(text != UNKNOWN for text in column)}
-    rows = [[arm, *(column[i] for column in shown.values())] for i, arm in enumerate(study.results)]
+    rows = [[arm, *(column[i] for column in shown.values())] for i, arm in enumerate(arms)]
     return table(["", *shown], rows, "Final accuracies in percent, noise and cost")
+
+
+def _total(result: Result) -> float | None:
+    return position(result.epochs[-1], "evaluations")
 
 
 def _seeds(results: Sequence[Result]) -> str:
