@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def test_every_number_is_its_formula(sparsity: float) -> None:
     active = topology.masks["weight"].numpy() if topology else np.ones((CLASSES, FEATURES), bool)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     old = {name: value + 0.3 * (value != 0) * torch.randn_like(value) for name, value in state.items()}
-    report = measure_gradients(model, loss_of, some_batches(), old).report(gamma=0.2)
+    report = measure_gradients(model, loss_of, some_batches(), old, of=28).report(gamma=0.2)
 
     losses, weights, biases = tables(model, state, active)
     losses_old, weights_old, biases_old = tables(model, old, active)
@@ -97,7 +98,7 @@ def test_every_number_is_its_formula(sparsity: float) -> None:
     expected = {
         "variance": variance,
         "variance_old": variance_old,
-        "variance_relative": variance / (mean**2).sum(),
+        "variance_relative": variance / ((mean**2).sum() - variance / 7 * (1 - 7 / 28)),
         "norm": np.linalg.norm(new, axis=1).mean(),
         "norm_of_mean": np.linalg.norm(mean),
         "correlation": np.corrcoef(mean, mean_old)[0, 1],
@@ -115,6 +116,32 @@ def test_every_number_is_its_formula(sparsity: float) -> None:
     remaining = sum(t[0] - t[2] ** 2 / t[1] for t in by_layer.values())
     assert report["variance_left_by_layer"] == pytest.approx(remaining / variance, rel=1e-9)
     assert (report["batches"], report["weights"], report["gamma"]) == (7, new.shape[1], 0.2)
+
+
+def test_the_relative_variance_does_not_depend_on_how_many_batches_are_looked_at() -> None:
+    """Over all samples of k of the N batches: Var / ‖mean‖² would be near k where noise dominates."""
+    rng = np.random.default_rng(0)
+    rows = 0.5 + rng.standard_normal((10, 200))
+    model = nn.Linear(200, 1, bias=False, dtype=torch.float64)
+    batches = [(torch.from_numpy(row[None]),) for row in rows]
+
+    def squared_norm(some: Sequence[tuple[Tensor]]) -> float:
+        found = measure_gradients(model, lambda model, x: model(x).mean(), some, of=10)
+        assert found.variance_relative is not None
+        return found.traces.new / found.variance_relative
+
+    exact = float((rows.mean(0) ** 2).sum())
+    assert squared_norm(batches) == pytest.approx(exact)
+    for k in (2, 5):
+        estimates = [squared_norm(some) for some in combinations(batches, k)]
+        assert np.mean(estimates) == pytest.approx(exact)  # unbiased, by enumeration
+
+
+def test_batches_too_few_to_see_the_mean_gradient_give_no_ratio() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    batches = [(torch.tensor([[value]]),) for value in (1.0, -1.0)]
+    found = measure_gradients(model, lambda model, x: model(x).mean(), batches, of=100)
+    assert found.variance_relative is None
 
 
 def test_float32_gradients_are_summed_in_float64() -> None:
@@ -177,7 +204,7 @@ def test_c_star_is_the_minimum_of_the_parabola(seed: int, layers: int, c: float)
     for i in range(layers):
         new = rng.standard_normal((6, 3))
         parts[str(i)] = Traces(*traces_by_hand(new, rng.uniform(-1, 2) * new + rng.standard_normal((6, 3))))
-    found = Measurement(6, 3 * layers, parts, 1.0, 1.0, None, None, 0.5)
+    found = Measurement(6, 6, 3 * layers, parts, 1.0, 1.0, None, None, 0.5)
     least = found.variance_left()["c_star"]
     assert least is not None
     assert least <= found.traces.left(c) + 1e-12

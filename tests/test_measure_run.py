@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from equipoise import UserError
 from equipoise.measure import MeasureWatcher, measure_gradients, measure_trainer
 from equipoise.measure.cost import measure_cost
+from equipoise.measure.table import cost_table
 from equipoise.train import Trainer
 from equipoise.train.folder import read_epochs
 from equipoise.train.watch import Both, Watcher
@@ -195,5 +196,16 @@ def test_the_passes_of_a_run(changes: dict[str, Any], passes: tuple[int, int]) -
     active = sum(layer.active for layer in made.parts.topology.layers)
     assert found["inference"]["sparse"] == 2 * active
     assert found["active"] == active + 16 + 16 + 10
+    assert found["run"]["sparse"] is not None
     assert found["seconds"] == made.seconds
     assert found["peak_memory"] is None
+
+
+@pytest.mark.parametrize("name", ["gmp", "granet"])
+def test_what_a_run_has_cost_is_not_guessed_from_its_end(name: str) -> None:
+    made = trainer(topology={"name": name, "sparsity": 0.8, "every": 2})
+    made.run()
+    found = measure_cost(made)
+    assert found["run"]["sparse"] is None
+    assert found["inference"]["sparse"] < found["inference"]["dense"]
+    assert "unknown" in [str(cell) for cell in cost_table(found, {}, "").columns[3].cells]

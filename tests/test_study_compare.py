@@ -1,6 +1,7 @@
 """Comparisons of arms against formulas written out by other means."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,6 +114,18 @@ def test_stability_is_the_deviation_about_the_line_of_each_window(values: list[f
         rest = window - np.polyval(np.polyfit(range(5), window, 1), range(5))
         deviations.append(math.sqrt(float(rest @ rest) / 3))
     assert metric("stability", result("a", 0, values)) == pytest.approx(np.mean(deviations), abs=1e-9)
+
+
+def test_the_jump_where_the_learning_rate_falls_is_no_noise() -> None:
+    flat = [0.6] * 6 + [0.8] * 6
+    rates = [0.1] * 6 + [0.01] * 6
+    epochs = tuple(epoch(i, a, learning_rate=lr) for i, (a, lr) in enumerate(zip(flat, rates, strict=True), 1))
+    assert metric("stability", Result("a", 0, epochs)) == pytest.approx(0, abs=1e-12)
+    unknown = tuple(replace(e, learning_rate=None) for e in epochs)
+    assert metric("stability", Result("a", 0, unknown)) > 0.01  # type: ignore[operator]
+    smooth = tuple(replace(e, learning_rate=0.9**i) for i, e in enumerate(unknown))
+    assert metric("stability", Result("a", 0, smooth)) == metric("stability", Result("a", 0, unknown))
+    assert metric("stability", Result("a", 0, epochs[4:8])) is None
 
 
 @given(st.lists(SHARES, min_size=5, max_size=12), st.floats(-1, 1))

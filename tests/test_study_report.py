@@ -283,9 +283,11 @@ def test_markup_escapes_all_but_itself() -> None:
 
 
 def test_numbers_are_written_as_people_do() -> None:
+    assert value_of("epochs-to", Spread(21.0, 7.0711, 2)) == "21 ± 7.1"
+    assert value_of("epochs-to", Spread(2.0, 0.0, 3, 1)) == "2, never in 1 of 3"
     assert value_of("accuracy", Spread(0.81044, 0.0012, 2)) == "81.04 ± 0.12 %"
     assert value_of("accuracy", Spread(0.5, None, 1)) == "50.00 %"
-    assert value_of("epochs-to", Spread(12.5, 0.70711, 2)) == "12.5 ± 0.7"
+    assert value_of("epochs-to", Spread(12.5, 0.70711, 2)) == "12.5 ± 0.71"
     assert value_of("epochs-to", Spread(float("inf"), None, 2)) == "never"
     assert value_of("accuracy", None) == "–"
     assert gain_of("accuracy", Spread(-0.0123, None, 1)) == "−1.23 points"

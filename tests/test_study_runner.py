@@ -229,6 +229,18 @@ def test_robust_and_measured_are_those_of_the_final_weights(tmp_path: Path) -> N
     assert few["plain"]["images"] == 30
 
 
+@pytest.mark.parametrize("change", [{"attacked": 50}, {"robust": "fgsm"}, {"measure": True}])
+def test_results_that_were_judged_otherwise_are_not_pooled(tmp_path: Path, change: dict[str, Any]) -> None:
+    asked = {"robust": "pgd10", "attacked": 30, "seeds": [0]}
+    run(write_study(tmp_path, {"SGD": {}}, **asked), tmp_path)
+    assert run(write_study(tmp_path, {"SGD": {}}, **asked), tmp_path) == (True, ["little: 0 of 1 to run"])
+    sound, lines = run(write_study(tmp_path, {"SGD": {}}, **asked | change), tmp_path)
+    assert not sound
+    assert "was attacked or measured otherwise; remove it" in lines[0]
+    (tmp_path / "results/little/sgd-seed0.json").unlink()  # only the judging is done again
+    assert run(write_study(tmp_path, {"SGD": {}}, **asked | change), tmp_path)[0]
+
+
 def test_nothing_of_a_job_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
     original = runner.record

@@ -191,7 +191,8 @@ def study_of(folder: Path, epochs: int) -> list[str]:
 def test_a_study_stops_and_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     words, log = study_of(tmp_path, 2), tmp_path / "log"
     assert launch(words, log, Point("step", 4, signal=number)) == STATUS[number], log.read_text()
-    advice = f"`equipoise study {tmp_path / 's.yaml'}` goes on from here"
+    folders = f"--results {tmp_path / 'r'} --work {tmp_path / 'w'}"
+    advice = f"`equipoise study {tmp_path / 's.yaml'} {folders}` goes on from here"
     assert log.read_text().splitlines()[-1] == f"equipoise: stopped by {number.name}; {advice}"
     runs = sorted(path.name for path in (tmp_path / "w" / "s").iterdir())
     assert runs == ["a-seed0"]  # the other was not begun
@@ -207,7 +208,7 @@ def test_a_study_in_processes_stops_them(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes at once
     assert process.wait(60) == 130, log.read_text()
     said = log.read_text().splitlines()
-    assert said[-1] == f"equipoise: stopped by SIGINT; `equipoise study {tmp_path / 's.yaml'}` goes on from here"
+    assert said[-1].startswith(f"equipoise: stopped by SIGINT; `equipoise study {tmp_path / 's.yaml'} --results ")
     assert "Traceback" not in log.read_text()
     assert checkpoint.Store(tmp_path / "w" / "s" / "a-seed0" / "checkpoints").newest() is not None
     assert not list((tmp_path / "r").rglob("a-seed0.json"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -199,7 +200,10 @@ def study(
     from equipoise.study.command import study_command
     from equipoise.train.signals import stoppable
 
-    with stoppable(f"equipoise study {file}"):
+    folders = {"--results": results, "--work": work, "--data": data}
+    usual = {"--results": Path("results"), "--work": Path("runs"), "--data": None}
+    words = [word for name, path in folders.items() if path != usual[name] for word in (name, str(path))]
+    with stoppable(shlex.join(["equipoise", "study", *([file] if file else []), *words])):
         chosen = (only or [], seeds, list_only, reproduction)
         sound = study_command(file, results, work, data, jobs, *chosen, console, launcher, address, beside)
     if not sound:

@@ -41,7 +41,7 @@ def measure_command(
         print(text)
         return
     other = f"noise {noise:g}" if against is None else against
-    title = f"{run}, epoch {trainer.epoch}, {gradients['batches']} batches, against {other}"
+    title = f"{run}, epoch {trainer.epoch}, {gradients['batches']} of {gradients['of']} batches, against {other}"
     console.print(gradient_table(gradients, title))
     console.print()
     console.print(cost_table(cost, gradients["c_star_by_layer"], "Cost, a multiply-add counting 2"))

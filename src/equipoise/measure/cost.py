@@ -9,15 +9,17 @@ import torch
 
 from equipoise.data import FolderLoader
 from equipoise.measure.flops import LayerCost, Passes, count, total
+from equipoise.topology import GMP
 from equipoise.train.loop import Trainer
 
 
 def measure_cost(trainer: Trainer) -> dict[str, Any]:
     """FLOPs of one image by layer at the densities of now, and all that the run has computed so far.
 
-    `inference` and `training` are of one image; `run` is everything since the first step. Passes are over samples:
-    an attack's are among them, and the gradients of all places that growth by gradient looks at. seconds: of
-    training alone. peak_memory: of the GPU in bytes, None on a CPU.
+    `inference` and `training` are of one image; `run` is everything since the first step, its sparse FLOPs None where
+    densities have changed on the way, which are only known as they are now. Passes are over samples: an attack's are
+    among them, and the gradients of all places that growth by gradient looks at. seconds: of training alone.
+    peak_memory: of the GPU in bytes, None on a CPU.
     """
     layers = layer_costs(trainer)
     image, passes = total(layers), passes_so_far(trainer)
@@ -27,7 +29,10 @@ def measure_cost(trainer: Trainer) -> dict[str, Any]:
     return {
         "inference": {"dense": image.dense_forward, "sparse": image.sparse_forward},
         "training": {"dense": image.dense_training, "sparse": image.sparse_training},
-        "run": {"dense": passes.dense_flops(image), "sparse": passes.sparse_flops(image)},
+        "run": {
+            "dense": passes.dense_flops(image),
+            "sparse": passes.sparse_flops(image) if _same_density(trainer) else None,
+        },
         "passes": asdict(passes),
         "seconds": trainer.seconds,
         "peak_memory": _peak_memory(trainer),
@@ -59,7 +64,18 @@ def passes_so_far(trainer: Trainer) -> Passes:
     return Passes(forward, backward, backward, min(backward, round(steps * size))) + attack
 
 
+def _same_density(trainer: Trainer) -> bool:
+    """Whether every step so far had the density of now, to 1 %: BSR-Net drifts, GMP and GraNet prune on the way."""
+    topology = trainer.parts.topology
+    near = all(abs(line["density"] - topology.density) <= 0.01 * topology.density for line in _lines(trainer))
+    return near and not isinstance(topology.algorithm, GMP)
+
+
+def _lines(trainer: Trainer) -> list[dict[str, Any]]:
+    return trainer.history if trainer.folder is None else trainer.folder.metrics()
+
+
 def _peak_memory(trainer: Trainer) -> int | None:
     """As the run's last epoch has written it; this process may be another one, on another device."""
-    lines = trainer.history if trainer.folder is None else trainer.folder.metrics()
+    lines = _lines(trainer)
     return lines[-1].get("peak_memory") if lines else None

@@ -66,10 +66,12 @@ class Traces(NamedTuple):
 class Measurement:
     """What one pass over the batches has shown. `None` is a ratio that these batches do not define.
 
-    norm: the mean over batches of ‖g_new‖. norm_of_mean: that of the mean over batches. c_hat: clamped to [0, 1].
+    norm: the mean over batches of ‖g_new‖. norm_of_mean: that of the mean over batches. c_hat: clamped to [0, 1]. of:
+    how many batches there are in all, of which these were a sample.
     """
 
     batches: int
+    of: int
     weights: int
     by_layer: Mapping[str, Traces]  # by parameter
     norm: float
@@ -82,6 +84,15 @@ class Measurement:
     def traces(self) -> Traces:
         """Of all parameters together."""
         return Traces(*(math.fsum(column) for column in zip(*self.by_layer.values(), strict=True)))
+
+    @property
+    def variance_relative(self) -> float | None:
+        """Var(g) / ‖E g‖². The mean of B of N batches has E‖mean‖² = ‖E g‖² + Var(g)·(1/B - 1/N): that is taken off.
+
+        None where the batches are too few to tell the mean gradient from their noise.
+        """
+        squared_norm = self.norm_of_mean**2 - self.traces.new * (1 / self.batches - 1 / self.of)
+        return self.traces.new / squared_norm if squared_norm > 0 else None
 
     @property
     def correlation_of_batches(self) -> float | None:
@@ -108,10 +119,11 @@ class Measurement:
         traces = self.traces
         return {
             "batches": self.batches,
+            "of": self.of,
             "weights": self.weights,
             "variance": traces.new,
             "variance_old": traces.old,
-            "variance_relative": traces.new / self.norm_of_mean**2 if self.norm_of_mean > 0 else None,
+            "variance_relative": self.variance_relative,
             "norm": self.norm,
             "norm_of_mean": self.norm_of_mean,
             "correlation": self.correlation,
@@ -135,6 +147,7 @@ def measure_gradients(
     noise: float = NOISE,
     topology: Topology | None = None,
     seed: int = 0,
+    of: int | None = None,
 ) -> Measurement:
     """Run every batch at the weights of now and at the old ones, and measure how their gradients scatter.
 
@@ -142,10 +155,13 @@ def measure_gradients(
         found = measure_gradients(model, lambda model, x, y: cross_entropy(model(x), y), batches)
         found.correlation, found.traces.c_star, found.report()
 
-    batches: tuples of arguments for `loss_fn(model, *batch)`, a mean loss; two at least. old: weights by name, such
-    as an earlier `state_dict()`; by default those of now with noise of this standard deviation, drawn from `seed`.
-    topology: found by itself where the model has one. A weight that has been grown since the old ones has the old
-    gradient that it would have had at zero; in packed storage, where that is not computed, none.
+    batches: tuples of arguments for `loss_fn(model, *batch)`, a mean loss; two at least. of: how many there are in
+    all, where these are a sample: `correlation`, that of the mean gradients, is then in part that of their noise.
+
+    old: weights by name, such as an earlier `state_dict()`; by default those of now with noise of this standard
+    deviation, drawn from `seed`. topology: found by itself where the model has one. A weight that has been grown
+    since the old ones has the old gradient that it would have had at zero; in packed storage, where that is not
+    computed, none.
 
     The model runs in the mode it is in, both passes of a batch with the same dropout; its buffers, gradients and all
     random number streams are left as they were.
@@ -168,7 +184,7 @@ def measure_gradients(
             random.restore()
             loss = loss_fn(model, *arguments)
             sums.see(coordinates.differentiate(loss), gradient_old, loss.detach(), loss_old.detach())
-    return sums.measurement(list(parameters))
+    return sums.measurement(list(parameters), of)
 
 
 def _named_parameters(model: nn.Module, topology: Topology | None) -> dict[str, nn.Parameter]:
@@ -223,7 +239,7 @@ class _Sums:
         found = torch.stack([_products(part) for part in deviation.split(self._sizes, dim=1)])
         self._products.add_(found, alpha=(seen - 1) / seen)
 
-    def measurement(self, names: list[str]) -> Measurement:
+    def measurement(self, names: list[str], of: int | None) -> Measurement:
         seen = len(self._rows)
         if seen < 2:
             raise UserError(f"a variance over batches needs at least 2 of them, not {seen}")
@@ -234,6 +250,7 @@ class _Sums:
         traces = self._products / (seen - 1)
         return Measurement(
             batches=seen,
+            of=max(seen, of or 0),
             weights=sum(self._sizes),
             by_layer={name: Traces(*row) for name, row in zip(names, traces.tolist(), strict=True)},
             norm=float(norms.mean()),

@@ -50,7 +50,14 @@ def measure_trainer(
     with _training_mode(parts.model):
         prepared = _prepared(trainer, batches)
         found = measure_gradients(
-            parts.model, loss, prepared, old, noise=noise, topology=parts.topology, seed=derive(seed, "measure")
+            parts.model,
+            loss,
+            prepared,
+            old,
+            noise=noise,
+            topology=parts.topology,
+            seed=derive(seed, "measure"),
+            of=len(parts.train),
         )
     report: dict[str, Any] = strict(found.report(gamma))
     return report | {"noise": noise if old is None else None}

@@ -17,7 +17,7 @@ GRADIENTS = {
     "gradient norm, mean over batches": "norm",
     "norm of the mean gradient": "norm_of_mean",
     "variance, summed over active weights": "variance",
-    "variance / (norm of the mean)²": "variance_relative",
+    "variance / ‖E g‖², free of the batches' noise": "variance_relative",
     "correlation of the mean gradients, over weights": "correlation",
     "correlation over batches, Cov / √(Var·Var)": "correlation_of_batches",
     "correlation of a batch's gradients, over weights": "correlation_of_pairs",
@@ -80,7 +80,9 @@ def along_table(lines: Sequence[Report], title: str) -> Table:
     return make_table(["epoch", "lr", "norm", "variance", "corr.", "corr. batches", "c*", "ĉ"], rows, title)
 
 
-def _flops(dense: int, sparse: int) -> list[str]:
+def _flops(dense: int, sparse: int | None) -> list[str]:
+    if sparse is None:
+        return [f"{dense:.3e}", "unknown", ""]
     return [f"{dense:.3e}", f"{sparse:.3e}", percent(sparse / dense if dense else 1.0)]
 
 

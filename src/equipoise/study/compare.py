@@ -54,21 +54,26 @@ def cost_of_epoch(result: Result) -> float | None:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation (n - 1) over seeds; std is None for a single one."""
+    """Mean and sample standard deviation (n - 1) over seeds; std is None for a single one.
+
+    never: how many of the seeds have no finite value, and are not in the mean.
+    """
 
     mean: float
     std: float | None
     count: int
+    never: int = 0
 
 
 def spread(values: Sequence[float]) -> Spread | None:
     """None where there is no value."""
     if not values:
         return None
-    if not all(map(math.isfinite, values)):
-        return Spread(math.inf, None, len(values))
-    std = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return Spread(float(np.mean(values)), std, len(values))
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return Spread(math.inf, None, len(values), len(values))
+    std = float(np.std(finite, ddof=1)) if len(finite) > 1 else None
+    return Spread(float(np.mean(finite)), std, len(values), len(values) - len(finite))
 
 
 def paired_p(first: Sequence[float], second: Sequence[float]) -> float | None:

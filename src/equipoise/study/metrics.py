@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from equipoise.catalogue import Catalogue
-from equipoise.study.results import Result
+from equipoise.study.results import Epoch, Result
 
 WINDOW = 5  # epochs that `stability` looks at together
 LOWER_IS_BETTER = frozenset({"stability", "epochs-to", "variance", "relative-variance"})
+BY_EPOCH = ("accuracy", "mean-accuracy", "stability")  # that can be asked for at an epoch
 MEASURED = frozenset({"variance", "relative-variance", "correlation"})  # at the weights at the end, after training
 Metric = Callable[[Result, int | None, str, float | None], float | None]
 
@@ -52,16 +54,28 @@ def stability(result: Result, at: int | None, way: str, threshold: float | None)
     """Noise of the accuracy: deviation from the linear trend of 5 epochs, mean over such windows; lower is better.
 
     In each window of 5 consecutive epochs a line is fitted by least squares, and the standard deviation about it is
-    taken with 5 - 2 degrees of freedom. The trend is left out so that learning fast does not count as being unstable.
+    taken with 5 - 2 degrees of freedom. The trend is left out so that learning fast does not count as being unstable,
+    and so are windows in which the learning rate falls by half or more: the jump there is no noise.
     """
-    values = [y for e in result.epochs if (at is None or e.epoch <= at) and (y := e.scores.get(way)) is not None]
-    if len(values) < WINDOW:
-        return None
-    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(values), WINDOW)
+    epochs = [e for e in result.epochs if (at is None or e.epoch <= at) and e.scores.get(way) is not None]
+    found = [_about_line([e.scores[way] for e in window]) for window in _windows(epochs) if not _decays(window)]
+    return float(np.mean(found)) if found else None
+
+
+def _windows(epochs: Sequence[Epoch]) -> list[Sequence[Epoch]]:
+    return [epochs[i : i + WINDOW] for i in range(len(epochs) - WINDOW + 1)]
+
+
+def _decays(window: Sequence[Epoch]) -> bool:
+    rates = [epoch.learning_rate for epoch in window]
+    return any(b is not None and a is not None and 2 * b <= a for a, b in pairwise(rates))
+
+
+def _about_line(values: Sequence[float]) -> float:
     time = np.arange(WINDOW) - (WINDOW - 1) / 2
-    centred = windows - windows.mean(axis=1, keepdims=True)
-    residual = centred - np.outer(centred @ time / (time @ time), time)
-    return float(np.sqrt((residual**2).sum(axis=1) / (WINDOW - 2)).mean())
+    centred = np.asarray(values) - np.mean(values)
+    residual = centred - (centred @ time) / (time @ time) * time
+    return float(np.sqrt((residual**2).sum() / (WINDOW - 2)))
 
 
 def epochs_to(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:

@@ -245,6 +245,7 @@ def _epoch(line: Any) -> Epoch:
         density=number(line.get("density")),
         exploration=number(line.get("exploration")),
         peak_memory=number(line.get("peak_memory")),
+        learning_rate=number(line.get("learning_rate")),
     )
 
 

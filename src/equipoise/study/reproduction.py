@@ -34,7 +34,7 @@ paper uses the word (73.6 and 73.4 % in its Table 3, 73.1 and 72.9 % in Table 7)
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A table or figure of the paper. only: a word of the claims about it. why: why it was not run."""
+    """A table or figure of the paper. only: words (a|b) of which its claims have one. why: why it was not run."""
 
     item: str
     claims: str
@@ -102,7 +102,7 @@ def _ran(study: Study) -> bool:
 
 
 def _about(item: Item, claim: Claim) -> bool:
-    return item.only in claim.says and not claim.says.startswith(CONTROL)
+    return any(word in claim.says for word in item.only.split("|")) and not claim.says.startswith(CONTROL)
 
 
 def _because(item: Item) -> str:
@@ -199,7 +199,10 @@ def shown(found: Spread | None, metric: str, count: bool = True) -> str:
         return f"{scale * value:.1f}" if unit and metric != "stability" else f"{scale * value:.{3 if unit else 4}g}"
 
     deviation = "" if found.std is None else f" ± {digits(found.std)}"
-    return f"{digits(found.mean)}{deviation}{unit}" + (f" ({found.count})" if count else "")
+    text = "never" if found.never == found.count else f"{digits(found.mean)}{deviation}{unit}"
+    if 0 < found.never < found.count:
+        text += f", never in {found.never}"
+    return text + (f" ({found.count})" if count else "")
 
 
 def table(columns: Sequence[str], rows: Any) -> Iterator[str]:

@@ -38,6 +38,7 @@ class Epoch:
     exploration: float | None = None
     peak_memory: float | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,12 @@ class Job:
     measure_every: int = 0
     beside: int = 0
 
+    @property
+    def judged(self) -> dict[str, Any]:
+        """What is asked about the run beside its recipe."""
+        attacked = self.attacked if self.robust else 0
+        return {"robust": self.robust, "attacked": attacked, "measure": self.measure, "along": self.measure_every}
+
     def __str__(self) -> str:
         return f"{self.study}, {self.arm}, seed {self.seed}"
 
@@ -117,7 +123,7 @@ def run_job(job: Job) -> str:
             return _diverged(job, trainer, error)
         assert trainer.folder is not None
         trainer.folder.claim()  # the rest belongs to the job, too
-        value = record(job.study, job.arm, trainer, result, together() + job.beside)
+        value = record(job.study, job.arm, trainer, result, together() + job.beside) | {"judged": job.judged}
         if job.robust is not None:
             value["robust"] = robust_scores(trainer, job.robust, job.attacked)
         if job.measure:
@@ -149,6 +155,8 @@ def _found(job: Job) -> Mapping[str, Any] | None:
         raise UserError(f"{job.result} is damaged; remove it to run the arm again") from None
     if not same:
         raise UserError(f"{job.result} is of another recipe; rename the arm, or remove it to run the arm again")
+    if not found.get("diverged") and found.get("judged", job.judged) != job.judged:
+        raise UserError(f"{job.result} was attacked or measured otherwise; remove it to judge the arm again")
     return dict(found)
 
 
@@ -227,7 +235,7 @@ def robust_scores(trainer: Trainer, attack: str, images: int) -> dict[str, dict[
 
 def measurements(trainer: Trainer, along: Path) -> dict[str, Any]:
     """Gradient variance, correlation and coefficients at the final weights, and epoch by epoch where there are."""
-    found = measure_trainer(trainer)
+    found = measure_trainer(trainer, batches=len(trainer.parts.train))  # all, as the paper: a mean has no noise then
     if along.is_file():
         found["along"] = [
             {key: value for key, value in line.items() if key != "c_star_by_layer"} for line in read_epochs(along)

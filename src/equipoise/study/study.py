@@ -13,7 +13,7 @@ from typing import Any
 from equipoise.catalogue import suggestion
 from equipoise.config import build, call, parse_yaml
 from equipoise.errors import UserError
-from equipoise.study.metrics import METRICS
+from equipoise.study.metrics import BY_EPOCH, MEASURED, METRICS
 from equipoise.study.results import VERSION, Claim, PaperValue, rounded, slug
 from equipoise.study.robust import JUDGES
 from equipoise.train.recipe import apply_overrides, lay_over, make_recipe, read_recipe, split
@@ -67,6 +67,7 @@ class Design:
             raise UserError(f"measure_every={self.measure_every}: epochs, 0 for never, and with `measure: true`")
         self._check_slugs()
         self._check_arms()
+        self._check_questions()
 
     def _check_slugs(self) -> None:
         """Names come from files; what becomes of them in a path is plain, and no two are the same there."""
@@ -77,18 +78,30 @@ class Design:
                 raise UserError(f'the arms "{other}" and "{arm}" would share their files; rename one')
 
     def _check_arms(self) -> None:
-        """Numbers and claims are about arms, metrics and ways that there are."""
+        """Numbers and claims are about arms and ways that there are."""
         for named in [value.arm for value in self.paper] + [arm for c in self.claims for arm in (c.better, c.than)]:
             if named not in self.every_arm:
                 raise UserError(f'no arm is called "{named}"{suggestion(named, list(self.every_arm))}')
-        for metric in [value.what for value in self.paper] + [claim.metric for claim in self.claims]:
-            METRICS[metric]
-        for claim in self.claims:
-            if claim.margin < 0:
-                raise UserError(f"margin={claim.margin}: by how much the first may be worse, from 0 on")
         for way in [value.way for value in self.paper] + [claim.way for claim in self.claims]:
             if way not in WAYS:
                 raise UserError(f'no way of scoring is called "{way}"; there is {", ".join(WAYS)}')
+
+    def _check_questions(self) -> None:
+        """What is asked can be answered by the results that there will be."""
+        asked = [(claim.metric, claim) for claim in self.claims] + [(value.what, value) for value in self.paper]
+        for metric, question in asked:
+            METRICS[metric]
+            if question.at is not None and (question.at < 1 or metric not in BY_EPOCH):
+                raise UserError(f"{metric} at: {question.at}: epochs count from 1, and are of {', '.join(BY_EPOCH)}")
+            if metric == "epochs-to" and not 0 < (question.threshold or 0) <= 1:
+                raise UserError(f"epochs-to needs a threshold, a share such as 0.7, not {question.threshold}")
+            if metric in ("clean", "robust") and self.robust is None:
+                raise UserError(f"{metric} is of an attack after training: name one, such as `robust: pgd50x10`")
+            if metric in MEASURED and not self.measure:
+                raise UserError(f"{metric} is measured after training only with `measure: true`")
+        for claim in self.claims:
+            if claim.margin < 0:
+                raise UserError(f"margin={claim.margin}: by how much the first may be worse, from 0 on")
 
     @property
     def every_arm(self) -> dict[str, Mapping[str, Any]]:
@@ -135,7 +148,12 @@ def read_study(source: str) -> Design:
     design = read_design(source)
     for arm in design.every_arm:
         where = f"{Path(source).name}, {arm}"
-        call(make_recipe, {"raw": call(design.raw, {"arm": arm, "seed": design.seeds[0]}, where)}, where)
+        recipe = call(make_recipe, {"raw": call(design.raw, {"arm": arm, "seed": design.seeds[0]}, where)}, where)
+        late = [
+            c.at for c in design.claims if arm in (c.better, c.than) and c.at is not None and c.at > recipe.epochs
+        ]
+        if late:
+            raise UserError(f"{where}: a claim is about epoch {late[0]}, and it has {recipe.epochs}")
     return design
 
 

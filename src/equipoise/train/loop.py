@@ -341,8 +341,9 @@ class Trainer:
 
     def _passes(self) -> dict[str, int]:
         """Over batches; those of attacks, each a forward pass and a backward one to the images, by themselves."""
-        attack = self.recipe.objective.attack_passes
-        return self.parts.correction.passes | ({"attack": self.attacks * attack} if attack else {})
+        objective = self.recipe.objective
+        passes = {kind: count * objective.loss_passes for kind, count in self.parts.correction.passes.items()}
+        return passes | ({"attack": self.attacks * objective.attack_passes} if objective.attack_passes else {})
 
     def result(self) -> dict[str, Any]:
         """Scores on the test images, the best accuracy of an epoch on the split it was judged on, seconds."""

@@ -190,7 +190,7 @@ def _method() -> Markup:
         "ends there, to 5 %; where it has none, at the epoch that ends nearest to it (†), at which its learning rate "
         "may not have fallen yet. Nothing is interpolated. Seconds are of training: no evaluation or start-up.",
         "Noise": f"Standard deviation of the accuracy about its linear trend within {WINDOW} consecutive epochs, "
-        "averaged over all such windows.",
+        "averaged over all such windows in which the learning rate does not fall by half or more.",
         "Three scores": "Plain weights; with BatchNorm statistics estimated anew; with averaged weights.",
     }
     items = [join([tag("dt", name), tag("dd", text)]) for name, text in notes.items()]

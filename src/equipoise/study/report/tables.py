@@ -78,7 +78,7 @@ def _difference(claim: Claim, gain: Spread) -> str:
     text = gain_of(claim.metric, gain)
     if claim.metric not in LOWER_IS_BETTER or text == UNKNOWN:
         return text
-    return f"{text.lstrip('+−')} {'less' if gain.mean >= 0 else 'more'}"
+    return f"{text.lstrip('+−')} {'less' if gain.mean > 0 else 'more'}" if gain.mean else "no difference"
 
 
 def about(asked: Claim | PaperValue) -> str:
@@ -152,7 +152,7 @@ def arms_table(study: Study) -> Markup:
         "epochs": lambda results: number(max((r.epochs[-1].epoch for r in results), default=None)),
         **{f"test, {label}": _metric("test", way) for way, label in WAYS.items()},
         "clean": _metric("clean"),
-        "robust": _metric("robust"),
+        **{f"robust, {label}": _metric("robust", way) for way, label in WAYS.items()},
         "noise over 5 epochs": _metric("stability"),
         "noise, averaged": _metric("stability", "averaged"),
         "cost of an epoch": lambda rs: value_of(

@@ -12,7 +12,7 @@ WAYS = {"plain": "plain", "reestimated": "fresh BatchNorm", "averaged": "average
 
 
 def value_of(metric: str, found: Spread | None, unit: bool = True) -> str:
-    """`81.04 ± 0.12 %`, `11.5 ± 0.7`, `never`, or a dash. unit: whether to say that it is in percent."""
+    """`81.04 ± 0.12 %`, `11.5 ± 0.71`, `never`, or a dash. unit: whether to say that it is in percent."""
     if found is None:
         return UNKNOWN
     if not math.isfinite(found.mean):
@@ -21,15 +21,18 @@ def value_of(metric: str, found: Spread | None, unit: bool = True) -> str:
     scale = 100 if share else 1
     digits = 2 if share else decimals(found.mean)
     text = number(scale * found.mean, digits)
-    deviation = "" if found.std is None else number(scale * found.std, digits)
-    if deviation and (share or float(deviation)):  # costs that are the same in every seed need none
+    deviation = (
+        "" if found.std is None else number(scale * found.std, 2 if share else max(0, decimals(found.std) - 1))
+    )
+    if deviation and (share or found.std):  # costs that are the same in every seed need none
         text += f" ± {deviation}"
-    return f"{text} %" if share and unit else text
+    text = f"{text} %" if share and unit else text
+    return f"{text}, never in {found.never} of {found.count}" if found.never else text
 
 
 def gain_of(metric: str, found: Spread | None, unit: bool = True) -> str:
     """The difference as `+0.35 points`, where positive is what was claimed."""
-    if found is None or not math.isfinite(found.mean):
+    if found is None or found.never or not math.isfinite(found.mean):
         return UNKNOWN
     share = metric in SHARES
     text = f"{100 * found.mean:+.2f}" if share else f"{found.mean:+.{decimals(found.mean)}f}"
