@@ -107,9 +107,9 @@ def _run(arguments: list[str], log: Path, trap: Trap | Point | None, place: tupl
 
 
 def _set(moment: str, count: int) -> None:
+    from equipoise.average import Average
     from equipoise.correction import Correction
     from equipoise.train import checkpoint
-    from equipoise.train.average import Average
     from equipoise.train.checkpoint import Store
     from equipoise.train.folder import RunFolder
     from equipoise.train.loop import Trainer

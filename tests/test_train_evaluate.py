@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.train.average import Average
+from equipoise.average import Average
 from equipoise.train.evaluate import score, score_three_ways, three_ways
 
 

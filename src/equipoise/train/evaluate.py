@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.train.average import Average, weights_of
+from equipoise.average import Average, weights_of
 from equipoise.train.batchnorm import reestimated
 from equipoise.world import ALONE, World
 

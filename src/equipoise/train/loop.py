@@ -244,7 +244,7 @@ class Trainer:
         parts.optimizer.step()
         parts.optimizer.zero_grad()
         if parts.average is not None:
-            parts.average.update(parts.topology)
+            parts.average.update()
 
     def _loss(self, model: nn.Module, *batch: Tensor) -> Tensor:
         with autocast(self.recipe, self.parts.device):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from equipoise.average import Average
 from equipoise.config import parameters_of
 from equipoise.correction import Correction, Estimator
 from equipoise.data import Folder, FolderLoader, Images, Loader, ResizedCrop, Splits, load
@@ -24,7 +25,6 @@ from equipoise.sparse import kernels
 from equipoise.sparse.pack import pack, why_not
 from equipoise.topology import Topology
 from equipoise.topology.plan import plan_layers
-from equipoise.train.average import Average
 from equipoise.train.recipe import Recipe
 from equipoise.train.syncnorm import synchronise
 from equipoise.world import ALONE, World
@@ -71,9 +71,7 @@ def make_parts(recipe: Recipe, world: World = ALONE) -> Parts:
     correction = attach_correction(recipe, model, topology, len(train))
     correction.world = world
     correction.cost = relative_cost(recipe, correction.estimator)
-    average = Average(model, recipe.average) if recipe.average else None
-    if average is not None and topology.storage == "packed":
-        topology.followers.append(average.value_of)
+    average = Average(model, recipe.average, topology) if recipe.average else None
     loaders = scoring_loaders(recipe, splits, device, world)
     return Parts(device, model, optimizer, topology, correction, average, train, loaders)
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.average import Average
 from equipoise.topology import BSRNet, Topology
 from equipoise.topology.masked import ACTIVE, DROPPED
 from equipoise.topology.rewire import Rewiring
-from equipoise.train.average import Average
 from equipoise.train.flat import Flat
 from equipoise.train.rule import RULES, Rule
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from equipoise.average import Average, weights_of
 from equipoise.errors import UserError
+from equipoise.sparse import pack, unpack
 from equipoise.topology import SET
-from equipoise.train.average import Average, weights_of
 
 
 def model() -> nn.Sequential:
@@ -68,14 +69,14 @@ def test_the_average_is_projected_on_the_topology_of_now() -> None:
     net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     topology = SET(sparsity=0.6, every=2).attach(net, optimizer, total_steps=50)
-    average = Average(net, 0.9)
+    average = Average(net, 0.9, topology)
     seen: dict[str, set[bytes]] = {name: set() for name in topology.masks}
     for step in range(12):
         torch.manual_seed(step)
         net(torch.randn(16, 10)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        average.update(topology)
+        average.update()
         for name, mask in topology.masks.items():
             assert (average.values[name][~mask] == 0).all()
             seen[name].add(mask.numpy().tobytes())
@@ -83,6 +84,49 @@ def test_the_average_is_projected_on_the_topology_of_now() -> None:
     for name, mask in topology.masks.items():
         assert (average.values[name][mask] != 0).any()
     assert average.values["0.bias"].abs().sum() > 0  # what is dense stays so
+
+
+def averaged_weights(packed: bool) -> dict[str, np.ndarray]:
+    """The average after twenty steps in which the topology moves, as dense weights by name."""
+    torch.manual_seed(0)
+    # what one update drops and regrows keeps its average in masked storage, whose mask does not show it
+    algorithm = SET(sparsity=0.9, every=3, regrow=False)
+    net: nn.Module = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5))
+    net = pack(net, algorithm) if packed else net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    topology = algorithm.attach(net, optimizer, total_steps=50)
+    average = Average(net, 0.9)
+    x, y = torch.randn(64, 30), torch.randint(5, (64,))
+    for _ in range(20):
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+    assert topology.updates > 4
+    with average.applied():
+        state = unpack(net)[0] if packed else net.state_dict()
+        return {name: value.detach().numpy().copy() for name, value in state.items()}
+
+
+def test_the_average_follows_the_places_of_packed_weights() -> None:
+    masked, packed = averaged_weights(False), averaged_weights(True)
+    for name, value in masked.items():
+        np.testing.assert_allclose(packed[name], value, rtol=1e-3, atol=1e-5)
+        assert ((packed[name] != 0) == (value != 0)).all()
+
+
+def test_applying_the_average_leaves_no_trace() -> None:
+    net = model()
+    average = Average(net, 0.5)
+    move(net, 1)
+    average.update()
+    before = copy.deepcopy(net.state_dict())
+    with average.applied():
+        assert all(torch.equal(p, average.values[name]) for name, p in net.named_parameters())
+        net.train()(torch.randn(8, 6, dtype=torch.float64))  # BatchNorm counts what it sees
+    with pytest.raises(RuntimeError), average.applied():
+        net(torch.randn(1, 6, dtype=torch.float64).expand(8, 5))  # of a wrong shape
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
 
 
 def test_the_average_goes_on_from_its_state() -> None:

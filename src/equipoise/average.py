@@ -14,19 +14,32 @@ from equipoise.topology import Topology
 
 
 class Average:
-    """Exponential moving average of all parameters, θ̄ ← d·θ̄ + (1-d)·θ.
+    """Exponential moving average of all parameters, θ̄ ← d·θ̄ + (1-d)·θ, which follows the topology.
+
+        average = equipoise.Average(model, topology=topology)  # 0.995
+        ...
+        optimizer.step()
+        average.update()
+        ...
+        with average.applied(), torch.no_grad():  # BatchNorm: torch.optim.swa_utils.update_bn(loader, model) in here
+            evaluate(model)
 
     The decay starts low and rises to `decay` ((1+t)/(10+t) until then), so that the random initial weights do not
-    linger. When the topology changes, the average is projected on it: what was dropped is zero at once.
+    linger. When the topology changes, the average is projected on it: what was dropped is zero at once. In packed
+    storage its values move with their places, which torch's AveragedModel does not do.
     """
 
-    def __init__(self, model: nn.Module, decay: float = 0.995) -> None:
+    def __init__(self, model: nn.Module, decay: float = 0.995, topology: Topology | None = None) -> None:
         if not 0 < decay < 1:
             raise UserError(f"average={decay}: the decay of the weight average is in (0, 1), such as 0.995")
         self.decay = decay
         self.steps = 0
+        self.topology = Topology.of(model) if topology is None else topology
+        self._model = model
         self.parameters = dict(model.named_parameters())
         self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
+        if self.topology is not None and self.topology.storage == "packed":
+            self.topology.followers.append(self.value_of)
 
     @property
     def next_decay(self) -> float:
@@ -34,12 +47,23 @@ class Average:
         return min(self.decay, (2 + self.steps) / (11 + self.steps))
 
     @torch.no_grad()
-    def update(self, topology: Topology | None = None) -> None:
+    def update(self) -> None:
         """Take the weights of now into the average."""
         torch._foreach_lerp_(list(self.values.values()), list(self.parameters.values()), 1 - self.next_decay)
         self.steps += 1
-        if topology is not None:
-            topology.project(self.values)
+        if self.topology is not None:
+            self.topology.project(self.values)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model with the average in place of its weights; those, and its buffers, come back afterwards."""
+        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        try:
+            with weights_of(self._model, self.values):
+                yield
+        finally:
+            for name, buffer in self._model.named_buffers():
+                buffer.detach().copy_(buffers[name])
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "values": self.values}
