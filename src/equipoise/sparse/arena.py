@@ -51,6 +51,8 @@ class _Memory:
 class _Loan:
     """Owner of lent memory; numpy keeps it alive, and its end gives the memory back."""
 
+    memory: _Memory | None = None  # torch.compile makes such objects without calling __init__, and drops them
+
     def __init__(self, key: _Key, memory: _Memory) -> None:
         self.key, self.memory = key, memory
         self.__array_interface__ = memory.__array_interface__
@@ -58,10 +60,11 @@ class _Loan:
 
     def __del__(self) -> None:
         global _idle_bytes
-        if _lent.pop(self.memory.address, None) is None:
+        memory = self.memory
+        if memory is None or _lent.pop(memory.address, None) is None:
             return
-        _idle_bytes += self.memory.nbytes
-        _idle[self.key].append(self.memory)
+        _idle_bytes += memory.nbytes
+        _idle[self.key].append(memory)
         if _idle_bytes > IDLE_BYTES:
             clear()
 

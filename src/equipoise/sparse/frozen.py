@@ -13,9 +13,10 @@ from torch.fx import Node
 
 from equipoise.sparse import functional, kernels
 from equipoise.sparse.kernels import LANES, Map, byref
-from equipoise.sparse.layout import from_blocked, to_blocked
+from equipoise.sparse.layout import as_float32, from_blocked, to_blocked
 from equipoise.sparse.modules import BlockedBatchNorm, PackedLayer
-from equipoise.sparse.program import Program
+from equipoise.sparse.pack import trace
+from equipoise.sparse.program import Program, runs
 
 FEW = 8  # images below which plane by plane beats side by side
 # Images that go through the whole network together: many, so that threads are woken seldom and share large steps,
@@ -33,10 +34,12 @@ def freeze(model: nn.Module) -> nn.Module:
     if isinstance(model, Frozen):
         return model
     model = copy.deepcopy(model).eval().requires_grad_(False)
-    if not isinstance(model, fx.GraphModule) or not kernels.available():
+    if not kernels.available():
         return model
-    parts = _parts(model)
-    return model if parts is None else Frozen(model, *parts)
+    # a forward that looks at `self.training` cannot be traced for training, but here there is one mode only
+    traced = model if isinstance(model, fx.GraphModule) else trace(copy.deepcopy(model), modes=(False,))
+    parts = None if traced is None else _parts(traced)
+    return model if traced is None or parts is None else Frozen(traced, *parts)
 
 
 def _parts(model: fx.GraphModule) -> tuple[list[Node], list[Node], list[Node]] | None:
@@ -75,6 +78,8 @@ class Frozen(nn.Module):
         super().__init__()
         self.model = model
         self._before, self._inside, self._after = before, inside, after
+        self._placeholders = [node for node in before if node.op == "placeholder"]
+        self._dims = {dims for dims in (2, 3, 4) if runs(inside, model, dims)}
         self._programs: dict[tuple[int, ...], Program] = {}
         self._lock = threading.Lock()  # programs own their buffers
 
@@ -82,12 +87,16 @@ class Frozen(nn.Module):
         return freeze, (self.model,)  # a copy builds its programs anew
 
     @torch.no_grad()
-    def forward(self, *inputs: Tensor) -> Any:
-        values = dict(zip([n for n in self._before if n.op == "placeholder"], inputs, strict=True))
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if named or len(inputs) != len(self._placeholders):
+            return self.model(*inputs, **named)  # which knows names and defaults
+        values: dict[Node, Any] = dict(zip(self._placeholders, inputs, strict=True))
         for node in self._before:
             if node.op != "placeholder":
                 values[node] = _evaluate(node, values, self.model)
-        x = values[self._inside[0].args[0]]  # type: ignore[index]
+        x = as_float32(values[self._inside[0].args[0]])  # type: ignore[index]
+        if x.dim() not in self._dims:
+            return self.model(*inputs)  # whose layers fold what they can, and say what is wrong with the rest
         with self._lock:
             values[self._after[0]] = self._run(x)
         for node in self._after[1:]:
@@ -132,7 +141,7 @@ class Frozen(nn.Module):
 
 def _most_blocks(shape: tuple[int, ...]) -> int:
     """A power of two."""
-    room = POSITIONS // (LANES * math.prod(shape[1:]))
+    room = POSITIONS // (LANES * max(1, math.prod(shape[1:])))
     return 1 << (min(max(room, 1), MOST_BLOCKS).bit_length() - 1)
 
 

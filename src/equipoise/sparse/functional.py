@@ -118,8 +118,7 @@ class _Conv(torch.autograd.Function):
         watch: tuple[Watcher, int] | None,
     ) -> Tensor:
         shape, taps = pattern.shape, pattern.forward
-        if x.shape[1] != shape.in_channels:
-            raise UserError(f"the layer takes {shape.in_channels} channels, the input has {x.shape[1]}")
+        shape.check_channels(x.shape[1])
         x = arena.with_border(x, shape.padding)
         y = arena.take((x.shape[0], shape.out_channels, *shape.output((x.shape[2], x.shape[3]))), border)
         taps.load(values, x.stride(1), x.stride(2))
@@ -173,14 +172,26 @@ def fused(
     residual: Blocked | None = None,
 ) -> Blocked:
     """BatchNorm (by batch or running statistics), residual add, ReLU and 2x2 max-pool in one pass."""
-    if residual is not None and (how.pool or residual.data.shape != x.data.shape):
-        raise UserError("a residual must have the shape of what it is added to, and excludes pooling")
+    if residual is not None and (how.pool or residual.plain_shape != x.plain_shape):
+        raise UserError(
+            f"a residual must have the shape of what it is added to, {x.plain_shape}, not {residual.plain_shape}"
+        )
+    if how.pool:
+        check_pool(x.dims, (x.data.shape[2], x.data.shape[3]), (2, 2))
     if how.norm == BATCH and x.images * x.data.shape[2] * x.data.shape[3] < 2:
         raise UserError("BatchNorm in train mode needs more than one value per channel")
     other = None if residual is None else residual.data
     other_border = NO_BORDER if residual is None else residual.grad_border
     out = _Fused.apply(x.data, other, gamma, beta, how, running, x.images, x.grad_border, other_border)
     return x.with_data(out)
+
+
+def check_pool(dims: int, size: tuple[int, int], kernel: tuple[int, int]) -> None:
+    """Windows lie within the map, as in torch; without two axes of a map they would lie along others than torch's."""
+    if dims != 4:
+        raise UserError(f"pooling in a packed model takes a batch of 4 dimensions, not {dims}")
+    if size[0] < kernel[0] or size[1] < kernel[1]:
+        raise UserError(f"a map of {size[0]}x{size[1]} is too small for pooling by {kernel[0]}x{kernel[1]}")
 
 
 def _norm_arguments(how: Fused, images: int, tensors: dict[str, Tensor | None]) -> Norm:
@@ -258,6 +269,7 @@ def add(x: Blocked, other: Blocked, border: Border = NO_BORDER, relu: bool = Fal
 
 def avg_pool(x: Blocked, kernel: tuple[int, int] | None = None) -> Blocked:
     """Mean over windows of `kernel` with that stride; over the whole plane by default."""
+    check_pool(x.dims, (x.data.shape[2], x.data.shape[3]), kernel or (1, 1))
     if kernel is None:
         return x.with_data(x.data.mean((2, 3), keepdim=True))
     height, width = (x.data.shape[2] // kernel[0], x.data.shape[3] // kernel[1])
@@ -267,8 +279,8 @@ def avg_pool(x: Blocked, kernel: tuple[int, int] | None = None) -> Blocked:
 
 def flatten(x: Blocked) -> Blocked:
     """All but the batch into channels, in torch's order."""
-    blocks = x.data.shape[0]
-    return Blocked(x.data.reshape(blocks, -1, 1, 1, LANES), x.images, dims=2)
+    blocks, channels, height, width, _ = x.data.shape
+    return Blocked(x.data.reshape(blocks, channels * height * width, 1, 1, LANES), x.images, dims=2)
 
 
 __all__ = [

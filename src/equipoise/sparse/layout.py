@@ -14,6 +14,8 @@ from equipoise.sparse import arena, kernels
 from equipoise.sparse.arena import NO_BORDER, Border
 from equipoise.sparse.kernels import LANES, Map, byref
 
+SHORTER = (torch.bfloat16, torch.float16)  # what autocast computes in
+
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
@@ -35,11 +37,24 @@ class Blocked:
 
 def to_blocked(x: Tensor, border: Border = NO_BORDER) -> Blocked:
     """(images, channels[, height][, width]) in float32 on CPU to the blocked layout."""
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        raise UserError(f"packed layers run in float32 on cpu, not in {x.dtype} on {x.device}")
+    x = as_float32(x)
     if x.dim() not in (2, 3, 4):
         raise UserError(f"packed layers take batches of 2 to 4 dimensions, not {tuple(x.shape)}")
     return Blocked(_ToBlocked.apply(_as_images(x), border), x.shape[0], x.dim())
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """`x`, which the kernels will read through a pointer: refused unless its bytes are what they expect.
+
+    Under autocast what torch has made shorter is made float32 again, as before torch's own float32-only operations.
+    """
+    if x.dtype == torch.float32 and x.is_cpu:
+        return x
+    if x.dtype in SHORTER and x.is_cpu and torch.is_autocast_enabled("cpu"):
+        return x.float()
+    raise UserError(
+        f"packed layers take float32 on cpu, not {x.dtype} on {x.device}; convert with .float() and .cpu()"
+    )
 
 
 def from_blocked(x: Blocked) -> Tensor:

@@ -134,6 +134,9 @@ class PackedLayer(nn.Module):
         return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER, relu))
 
     def _run_blocked(self, x: Blocked, border: Border, relu: bool) -> Blocked:
+        if x.dims != self.dims:
+            raise self._wrong_dims(x.plain_shape)
+        self.check_values()
         watcher = self.watcher if self._is_watched() else None
         return functional.conv(x, self.values, self.bias, self.pattern, border, relu, watcher)
 
@@ -147,7 +150,19 @@ class PackedLayer(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         if x.dim() != self.dims:
-            raise UserError(f"{type(self).__name__} takes a batch of {self.dims} dimensions, not {tuple(x.shape)}")
+            raise self._wrong_dims(tuple(x.shape))
+
+    def _wrong_dims(self, shape: tuple[int, ...]) -> UserError:
+        return UserError(f"{type(self).__name__} takes a batch of {self.dims} dimensions, not {shape}")
+
+    def check_values(self) -> None:
+        """Values are read through a pointer, and `model.double()` or `.half()` would change what it points to."""
+        values = self.values
+        if values.dtype != torch.float32 or not values.is_cpu:
+            raise UserError(
+                f"packed weights are float32 on cpu, not {values.dtype} on {values.device}; "
+                "convert the model with .float() and .cpu(), or use masked storage"
+            )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """A checkpoint may hold another number of active weights."""
@@ -194,7 +209,9 @@ class PackedLinear(PackedLayer):
             if x.dims == 2:
                 return super().forward(x, NO_BORDER, relu)
             return to_blocked(cast(Tensor, self.forward(from_blocked(x), relu=relu)), border)
-        out = cast(Tensor, super().forward(x.reshape(-1, x.shape[-1]), relu=relu))
+        if not x.dim():
+            raise self._wrong_dims(())
+        out = cast(Tensor, super().forward(x.reshape(x.shape[:-1].numel(), x.shape[-1]), relu=relu))
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def dense_forward(self, x: Tensor) -> Tensor:
@@ -218,20 +235,38 @@ def is_packable(layer: nn.Module) -> bool:
     """Whether a layer is a Linear, Conv1d or Conv2d that the kernels and their fallback cover."""
     if type(layer) is nn.Linear:
         return True
-    convolution = isinstance(layer, nn.Conv1d | nn.Conv2d) and type(layer) in (nn.Conv1d, nn.Conv2d)
-    return convolution and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    if not isinstance(layer, nn.Conv1d | nn.Conv2d) or type(layer) not in (nn.Conv1d, nn.Conv2d):
+        return False
+    return layer.padding_mode == "zeros" and _padding(layer) is not None
+
+
+def _padding(layer: nn.Conv1d | nn.Conv2d) -> tuple[int, ...] | None:
+    """Zeros on either side of each axis; None where "same" needs one more on one side than on the other."""
+    if layer.padding == "valid":
+        return (0,) * len(layer.kernel_size)
+    if layer.padding == "same":  # torch allows it with stride 1 alone
+        beyond = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return None if any(b % 2 for b in beyond) else tuple(b // 2 for b in beyond)
+    return cast("tuple[int, ...]", layer.padding)
 
 
 def packed(layer: nn.Module, mask: Tensor) -> PackedLayer | None:
-    """The packed form of a layer; None where it has none."""
+    """The packed form of a layer, frozen where the layer is; None where it has none."""
     if not is_packable(layer):
         return None
+    new = _packed(cast("nn.Linear | nn.Conv2d", layer), mask)
+    new.values.requires_grad_(cast(Tensor, layer.weight).requires_grad)
+    if new.bias is not None:
+        new.bias.requires_grad_(cast(Tensor, layer.bias).requires_grad)
+    return new
+
+
+def _packed(layer: nn.Linear | nn.Conv2d, mask: Tensor) -> PackedLayer:
     if isinstance(layer, nn.Linear):
         return PackedLinear(ConvShape(layer.out_features, layer.in_features), layer.weight, layer.bias, mask)
-    layer = cast(nn.Conv2d, layer)
     lead = (0, 0, 1) if isinstance(layer, nn.Conv1d) else ()
     kernel, stride, dilation = (_pair(v, lead[2:]) for v in (layer.kernel_size, layer.stride, layer.dilation))
-    padding = _pair(cast(Sequence[int], layer.padding), lead[:1])
+    padding = _pair(cast(Sequence[int], _padding(layer)), lead[:1])
     shape = ConvShape(layer.out_channels, layer.in_channels, kernel, stride, padding, dilation, layer.groups)
     kind = PackedConv1d if isinstance(layer, nn.Conv1d) else PackedConv2d
     return kind(shape, layer.weight, layer.bias, mask)
@@ -265,12 +300,18 @@ class BlockedBatchNorm(_BatchNorm):
     ) -> Tensor | Blocked:
         if isinstance(x, Tensor):
             return super().forward(x)
+        self.check_channels(x.data.shape[1])
         by_batch = self.training or self.running_mean is None
         how = functional.Fused(
             functional.BATCH if by_batch else functional.FIXED, relu, pool, self.eps, self._momentum(), border
         )
         running = None if self.running_mean is None else (self.running_mean, cast(Tensor, self.running_var))
         return functional.fused(x, how, self.weight, self.bias, running, residual)
+
+    def check_channels(self, channels: int) -> None:
+        """The kernels trust that there is a mean and a variance for every channel."""
+        if channels != self.num_features:
+            raise UserError(f"BatchNorm takes {self.num_features} channels, the input has {channels}")
 
     def _momentum(self) -> float:
         """The factor of the running average for this batch; counts the batch."""

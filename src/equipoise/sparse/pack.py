@@ -14,6 +14,7 @@ from equipoise.errors import UserError
 from equipoise.sparse import kernels
 from equipoise.sparse.graph import blocked_graph
 from equipoise.sparse.modules import PackedLayer, is_packable, packed
+from equipoise.sparse.trace import faithful_graph
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.plan import plan_layers
 
@@ -40,7 +41,14 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
         topology = SET(sparsity=0.99).attach(model, optimizer, total_steps)
 
     A model that torch.fx can trace keeps its activations in the blocked layout from layer to layer; any other runs
-    with conversions around each packed layer. `unpack` is the way back.
+    with conversions around each packed layer. Not traced either is a model whose forward does in Python what tracing
+    would write down once and for all: look at `self.training`, draw random numbers, read a packed weight or set
+    attributes. `unpack` is the way back.
+
+    What does not survive: a traced model is an `fx.GraphModule` with the forward of the class but none of its other
+    methods, and hooks on packed layers and on the norms after them are gone. The weight of a packed layer is a vector
+    called `values`; an optimizer that leaves vectors out of weight decay by `ndim` must go by name instead. Frozen
+    weights stay frozen. Tied weights cannot be packed.
     """
     model = copy.deepcopy(model)
     if isinstance(what, Mapping):
@@ -56,11 +64,14 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
             _pack_layer(model, name, mask).final = next(layer.final for layer in what.layers if layer.name == name)
     if not kernels.available() or not any(isinstance(module, PackedLayer) for module in model.modules()):
         return model
-    try:
-        graph = _Tracer().trace(model)
-    except Exception:  # whatever a forward may raise on symbolic values: such a model is not traceable
-        return model
-    return _graph_module(model, blocked_graph(graph, model))
+    traced = trace(model)
+    return model if traced is None else traced
+
+
+def trace(model: nn.Module, modes: tuple[bool, ...] = (True, False)) -> fx.GraphModule | None:
+    """The packed model, in the blocked layout from layer to layer; None where its forward cannot be traced."""
+    graph = faithful_graph(model, _Tracer, modes)
+    return None if graph is None else _graph_module(model, blocked_graph(graph, model))
 
 
 def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:
@@ -72,6 +83,8 @@ def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:
             return f'"{planned.name}" belongs to a {type(layer).__name__} that has no packed form'
         if planned.weight.dtype != torch.float32 or planned.weight.device.type != "cpu":
             return f"packed weights are float32 on a CPU, not {planned.weight.dtype} on {planned.weight.device}"
+        if (tied := _tied(model, path)) is not None:
+            return tied
     return None
 
 
@@ -106,23 +119,44 @@ def _pack_layer(model: nn.Module, name: str, mask: Tensor) -> PackedLayer:
     replacement = packed(layer, mask) if leaf == "weight" else None
     if replacement is None:
         raise UserError(
-            f'cannot pack "{name}": packed are the weights of Linear, Conv1d and Conv2d with zero padding'
+            f'cannot pack "{name}" of a {type(layer).__name__}: packed are the weights of Linear, Conv1d and Conv2d '
+            f'with equal zero padding on both sides; leave it out with exclude=("{path or name}",) or no mask, '
+            "or use masked storage"
         )
     if not path:
         raise UserError("a single layer cannot be packed in place; wrap it in nn.Sequential")
+    if (tied := _tied(model, path)) is not None:
+        raise UserError(f"cannot pack the model: {tied}")
     setattr(model.get_submodule(parent_path), attribute, replacement.train(layer.training))
     return replacement
 
 
-def _graph_module(model: nn.Module, graph: fx.Graph) -> nn.Module:
+def _tied(model: nn.Module, path: str) -> str | None:
+    """What is wrong with packing a layer that shares its parameters: the copy would go its own way in training."""
+    everywhere = list(model.named_parameters(remove_duplicate=False))
+    for leaf, mine in model.get_submodule(path).named_parameters(recurse=False):
+        names = [name for name, other in everywhere if other is mine]
+        if len(names) > 1:
+            # a topology knows a tied weight by its first name
+            owner = names[0].rpartition(".")[0] if leaf == "weight" else path
+            return (
+                f'"{names[0]}" and "{names[1]}" are one tensor, and packing would part them; '
+                f'leave it out with exclude=("{owner}",) or no mask, or use masked storage'
+            )
+    return None
+
+
+def _graph_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """The traced model, with whatever state its forward does not touch kept under its name."""
     traced = fx.GraphModule(model, graph, class_name=type(model).__name__)
     have = dict(traced.named_modules())
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if name and name not in have and any(True for _ in module.state_dict()):
             traced.add_submodule(name, module)
     for name, module in traced.named_modules():
-        module._non_persistent_buffers_set = model.get_submodule(name)._non_persistent_buffers_set
+        old = model.get_submodule(name)
+        made = module._buffers.keys() - old._buffers.keys()  # fx makes buffers of tensors that are plain attributes
+        module._non_persistent_buffers_set = old._non_persistent_buffers_set | made
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             owner, _, leaf = name.rpartition(".")
@@ -130,7 +164,9 @@ def _graph_module(model: nn.Module, graph: fx.Graph) -> nn.Module:
             if not hasattr(target, leaf):
                 _register(target, kind, leaf, tensor)
     _order_like(traced, model)
-    return traced.train(model.training)
+    for name, module in traced.named_modules():
+        module.training = model.get_submodule(name).training  # parts of a model may be in eval mode for good
+    return traced
 
 
 def _order_like(traced: nn.Module, model: nn.Module) -> None:

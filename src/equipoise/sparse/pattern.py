@@ -36,6 +36,11 @@ class ConvShape:
     def weight_numel(self) -> int:
         return self.out_channels * (self.in_channels // self.groups) * self.kernel[0] * self.kernel[1]
 
+    def check_channels(self, channels: int) -> None:
+        """The kernels trust the pattern: an input of fewer channels would be read beyond its end."""
+        if channels != self.in_channels:
+            raise UserError(f"the layer takes {self.in_channels} channels, the input has {channels}")
+
     def output(self, size: Pair) -> Pair:
         """Height and width of the output for those of the input."""
         out = tuple(

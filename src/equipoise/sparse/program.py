@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from equipoise.errors import UserError
 from equipoise.sparse import functional, kernels
 from equipoise.sparse.arena import NO_BORDER, Border
 from equipoise.sparse.kernels import Step
@@ -30,13 +31,12 @@ class Program:
         self._slab = Slab()
         self._values: dict[Node, Tensor] = {}
         self._folded: set[Node] = set()
-        self.dims = len(shape) + 1
         channels, height, width = {3: shape, 2: (shape[0], 1, shape[-1]), 1: (shape[0], 1, 1)}[len(shape)]
         self.input = self._buffer((channels, height, width), _border(nodes[0]))
         self._values[nodes[0]] = self.input
         for node in nodes[1:]:
             self._add(node)
-        self.output = self._values[nodes[-1]]
+        self.output, self.dims = self._values[nodes[-1]], flow(nodes, len(shape) + 1)[nodes[-1]]
         self._packed_steps = (Step * len(self.steps))(*self.steps)
 
     def run(self) -> None:
@@ -76,6 +76,7 @@ class Program:
         if isinstance(module, PackedLayer):
             self._add_layer(node, module)
         elif isinstance(module, BlockedBatchNorm):
+            module.check_channels(self._source(node).shape[1])
             scale, shift = affine(module)
             self._add_plane(node, self._source(node), dict(node.kwargs), scale, shift)
         else:
@@ -103,9 +104,15 @@ class Program:
     ) -> None:
         _, channels, height, width, _ = x.shape
         pool = done.get("pool", False)
+        if pool:
+            functional.check_pool(4, (height, width), (2, 2))
         size = (height // 2, width // 2) if pool else (height, width)
         y = self._buffer((channels, *size), done.get("border", NO_BORDER))
         residual = self._values[done["residual"]] if "residual" in done else None
+        if residual is not None and residual.shape != x.shape:
+            raise UserError(
+                f"a residual must have the shape of what it is added to, {_map(x)} per image, not {_map(residual)}"
+            )
         relu = done.get("relu", False)
         self._step(PLANE, x, y, scale=scale, shift=shift, residual=residual, relu=relu, pool=pool)
         self._values[node] = y
@@ -114,6 +121,7 @@ class Program:
         x = self._source(node)
         _, channels, height, width, _ = x.shape
         high, wide = cast("tuple[int, int]", node.kwargs.get("kernel") or (height, width))
+        functional.check_pool(4, (height, width), (max(1, high), max(1, wide)))  # a map may be empty
         rows, columns = height // high, width // wide
         y = self._buffer((channels, rows, columns))
         self._step(MEAN, x[:, :, : rows * high, : columns * wide], y)
@@ -125,7 +133,7 @@ class Program:
         y = self._buffer((channels * height * width, 1, 1)) if lanes > 1 else self._vector(channels * height * width)
         steps = tuple(lanes * step for step in (channels * height * width, height * width, width, 1))
         self._step(COPY, x, y.as_strided(x.shape, (*steps, 1), y.storage_offset()))
-        self._values[node], self.dims = y, 2
+        self._values[node] = y
 
     def _vector(self, count: int) -> Tensor:
         """`count` channels side by side: planes of one value need no room for whole vectors."""
@@ -139,7 +147,9 @@ class Program:
         done: dict[str, Any] = dict(node.kwargs)
         norm = self._following(node, BlockedBatchNorm)
         if norm is not None:
-            scale, shift = affine(self.model.get_submodule(str(norm.target)))
+            module = cast(BlockedBatchNorm, self.model.get_submodule(str(norm.target)))
+            module.check_channels(layer.shape.out_channels)
+            scale, shift = affine(module)
             values = values * scale.repeat_interleave(_row_counts(layer))
             bias = shift if bias is None else bias * scale + shift
             last, done = norm, dict(norm.kwargs)
@@ -173,6 +183,8 @@ class Program:
         self, layer: PackedLayer, values: Tensor, bias: Tensor | None, x: Tensor, border: Border, relu: bool
     ) -> Tensor:
         shape = layer.shape
+        shape.check_channels(x.shape[1])
+        layer.check_values()
         x = self._bordered(x, shape.padding)
         size = shape.output((x.shape[2], x.shape[3]))
         y = self._buffer((shape.out_channels, *size), border)
@@ -217,6 +229,31 @@ class Program:
         phase_step = x.shape[1] * split.stride(1)
         offsets = (reach_h % sh * sw + reach_w % sw) * phase_step + reach_h // sh * split.stride(2) + reach_w // sw
         return split, offsets.flatten()
+
+
+def flow(nodes: list[Node], dims: int) -> dict[Node, int]:
+    """How many dimensions each value of a blocked stretch has, for an input of `dims`."""
+    found = {nodes[0]: dims}
+    for node in nodes[1:]:
+        found[node] = 2 if node.target is functional.flatten else found[cast(Node, node.args[0])]
+    return found
+
+
+def runs(nodes: list[Node], model: nn.Module, dims: int) -> bool:
+    """Whether a program computes what the layers do with an input of `dims`: none of them folds or refuses it."""
+    found = flow(nodes, dims)
+    for node in nodes[1:]:
+        layer = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        have = found[cast(Node, node.args[0])]
+        if isinstance(layer, PackedLayer) and layer.dims != have:
+            return False
+        if have != 4 and (node.target in (functional.max_pool, functional.avg_pool) or node.kwargs.get("pool")):
+            return False
+    return True
+
+
+def _map(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape[1:4])
 
 
 def affine(norm: nn.Module) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,85 @@
+"""Tracing a model by torch.fx, where what is written down is what the model does in every mode and at every call."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+
+def faithful_graph(
+    model: nn.Module, tracer: Callable[[], fx.Tracer], modes: tuple[bool, ...] = (True, False)
+) -> fx.Graph | None:
+    """The graph of the model's forward; None where it has none, or none that holds for more than this one call.
+
+    Tracing runs the forward once on symbols, and whatever Python decides on the way is decided for ever. So it is
+    traced in train and in eval mode, which must agree, and each time it must leave the world as it found it.
+    modes: those that the graph is for, where it is not for both; True is train mode.
+    """
+    graphs = [_trace(model, tracer(), training) for training in modes]
+    codes = {None if graph is None else graph.python_code("self").src for graph in graphs}
+    return graphs[0] if len(codes) == 1 else None
+
+
+def _trace(model: nn.Module, tracer: fx.Tracer, training: bool) -> fx.Graph | None:
+    """A graph of a copy, so that neither modes nor what a forward leaves behind reach the model itself."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        module.training = training  # not by train(), which a class may have made to do more
+    before = _state(model)
+    with _randomness() as drawn:
+        try:
+            graph = tracer.trace(model)
+        except Exception:  # whatever a forward may raise on symbolic values: such a model is not traceable
+            return None
+        if drawn():
+            return None
+    return graph if _same(before, _state(model)) else None
+
+
+State = dict[tuple[str, str], tuple[Any, int]]
+
+
+def _state(model: nn.Module) -> State:
+    """Everything the modules hold, with the versions of tensors.
+
+    A tensor that a forward makes (such as the dense weight of a packed layer) is stored by the tracer as an attribute
+    of the model: it would stay what it was. A buffer that a forward changes in place is changed now and never again.
+    """
+    state: State = {}
+    for name, module in model.named_modules():
+        held = {**vars(module), **module._parameters, **module._buffers, **module._modules}
+        for key, value in held.items():
+            state[name, key] = (value, value._version if isinstance(value, torch.Tensor) else 0)
+    return state
+
+
+def _same(before: State, after: State) -> bool:
+    return before.keys() == after.keys() and all(
+        value is after[key][0] and version == after[key][1] for key, (value, version) in before.items()
+    )
+
+
+@contextmanager
+def _randomness() -> Iterator[Callable[[], bool]]:
+    """Whether random numbers have been drawn within; afterwards they have not."""
+    torchs, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    before = _generators()
+    try:
+        yield lambda: _generators() != before
+    finally:
+        torch.set_rng_state(torchs)
+        random.setstate(pythons)
+        np.random.set_state(numpys)  # noqa: NPY002
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of the global generators, to compare."""
+    _, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *rest
