@@ -168,12 +168,12 @@ def test_without_words_there_is_help(run: Run) -> None:
 
 
 def test_the_demo_fits_in_80_columns(run: Run, tmp_path: Path) -> None:
-    outcome = run("demo", "--epochs", "1", "--out", "demo")
+    outcome = run("demo", "--epochs", "2", "--out", "demo")
     assert (outcome.status, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in outcome.out
-    start = lines.index("digits, test accuracy after 1 epochs")
+    start = lines.index("digits, test accuracy after 2 epochs")
     header, rows = lines[start + 1], lines[start + 2 : -1]
     assert header.split() == ["accuracy", "averaged", "density", "explored", "variance", "passes", "seconds"]
     assert [re.split(r"  +", row)[0] for row in rows] == [

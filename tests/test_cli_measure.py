@@ -28,7 +28,7 @@ def test_a_run_measured_on_the_way_and_at_its_end(run: Run, trained: str, tmp_pa
     written = json.loads((tmp_path / trained / "measure.json").read_text())
     gradients = written["gradients"]
     assert (written["epoch"], gradients["batches"], gradients["noise"]) == (3, 4, 0.015)
-    assert "here, epoch 3, 4 batches, against noise 0.015" in shown.out
+    assert "here, epoch 3, 4 of 6 batches, against noise 0.015" in shown.out
     for name, key in (("c\\* = Cov.*", "c_star"), ("gradient norm.*", "norm"), ("ĉ.*", "c_hat")):
         found = re.search(rf"^{name} +(\S+) *$", shown.out, re.MULTILINE)
         assert found, name

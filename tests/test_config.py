@@ -202,3 +202,41 @@ def test_broken_yaml_is_one_line(text: str) -> None:
 def test_any_text_parses_or_is_refused(text: str) -> None:
     with suppress(UserError):
         parse_yaml(text, "text")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("seed: 1\nepochs: 2\nseed: 3\n", 'file: line 3: "seed" is given twice'),
+        ("topology:\n  name: set\n  'name': rigl\n", 'file: line 3: "name" is given twice'),
+        ("{a: 1, b: 2, a: 1}", 'file: line 1: "a" is given twice'),
+        ("list:\n- {x: 1}\n- {y: 1, y: 2}\n", 'file: line 3: "y" is given twice'),
+        ("1: a\n1: b\n", 'file: line 2: "1" is given twice'),
+        ("base: &base {a: 1, a: 2}\nother:\n  <<: *base\n", 'file: line 1: "a" is given twice'),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(text: str, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_yaml(text, "file")
+    assert str(error.value) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: {x: 1}\nb: {x: 2}\n", {"a": {"x": 1}, "b": {"x": 2}}),
+        ("1: a\n'1': b\n", {1: "a", "1": "b"}),  # a number and a word
+        (
+            "base: &base {a: 1, b: 2}\nmore: &more\n  <<: *base\n  b: 3\nlast:\n  <<: *more\n  a: 4\n",
+            {"base": {"a": 1, "b": 2}, "more": {"a": 1, "b": 3}, "last": {"a": 4, "b": 3}},
+        ),
+        ("x: &x {a: 1}\ny: &y {a: 2}\nz:\n  <<: [*x, *y]\n", {"x": {"a": 1}, "y": {"a": 2}, "z": {"a": 1}}),
+    ],
+)
+def test_keys_that_are_told_apart_and_merged_ones_are_taken(text: str, expected: Any) -> None:
+    assert parse_yaml(text, "file") == expected
+
+
+def test_what_makes_objects_is_still_refused() -> None:
+    with pytest.raises(UserError, match="file: not valid YAML: could not determine a constructor"):
+        parse_yaml("!!python/object/apply:os.getcwd []", "file")

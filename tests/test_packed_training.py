@@ -144,7 +144,7 @@ def test_a_watcher_sees_the_dense_gradient(density: float, stride: int) -> None:
 
 @pytest.mark.parametrize("density", [0.1, 1.0])
 def test_growth_sees_the_sum_where_a_loss_uses_the_model_twice(density: float) -> None:
-    """As TRADES does; and of two passes the last."""
+    """As TRADES does; a pass whose step was not taken does not count."""
     torch.manual_seed(0)
     algorithm = SNFS(sparsity=0.4, every=3, distribution={"*": density})
     model = pack(nn.Sequential(nn.Flatten(), nn.Linear(12, 7)), algorithm)
@@ -152,6 +152,7 @@ def test_growth_sees_the_sum_where_a_loss_uses_the_model_twice(density: float) -
     (layer,) = topology.layers
     x, other = torch.randn(9, 12), torch.randn(9, 12)
     model(x).square().sum().backward()  # its step is not taken
+    topology.optimizer.zero_grad()
     (model(x).square().sum() + model(other).pow(3).sum()).backward()
     weight = layer.weight.view(7, 12).double().requires_grad_()
     bias = next(p for n, p in model.named_parameters() if n.endswith("bias")).detach().double()

@@ -150,10 +150,30 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which would take the last of several values of one key without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:  # as written: `<<` has not been followed yet
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in seen:
+                    raise _DuplicateKey(f'line {key.start_mark.line + 1}: "{key.value}" is given twice')
+                seen.add((key.tag, key.value))
+        return node
+
+
+class _DuplicateKey(Exception):
+    pass
+
+
 def parse_yaml(text: str, where: str) -> Any:
     """YAML without any of its ways to make objects."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
+    except _DuplicateKey as error:
+        raise UserError(f"{where}: {error}") from None
     except (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError, AttributeError) as error:
         # the last four: what PyYAML itself stumbles over, such as `!!int ""` or `!!timestamp x`
         line = " ".join(str(error).split())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
+from equipoise.config import shown
 from equipoise.errors import UserError
 from equipoise.topology.distribution import Distribution, Shapes, active_counts
-from equipoise.topology.layers import Selector
+from equipoise.topology.layers import Selector, as_selectors
 from equipoise.topology.schedule import Decay, Window, decay
 
 if TYPE_CHECKING:
@@ -41,8 +43,18 @@ class Algorithm:
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "never"
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        for name in ("include", "exclude"):
+            object.__setattr__(self, name, as_selectors(getattr(self, name)))
         if not 0 <= self.sparsity < 1:
             raise UserError(f"sparsity={self.sparsity}: the share of zero weights is in [0, 1), such as 0.9")
+
+    def _check_numbers(self) -> None:
+        """A number in quotes would fail much later, and in words that say nothing."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("int", "float", int, float) and not isinstance(value, Real):
+                raise UserError(f"{field.name}={shown(value)}: expected a number")
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int | None = None) -> Topology:
         """Make the model sparse and keep it so at every step of the optimizer.
@@ -97,6 +109,16 @@ class Dynamic(Algorithm):
     regrow: bool = True
 
     itop_every: ClassVar[int] = 1500
+
+    # Whether the largest |gradient| of inactive weights are all that growth looks at: packed storage keeps no others.
+    grows_by_magnitude: ClassVar[bool] = False
+
+    @classmethod
+    def needs_largest_only(cls) -> bool:
+        """`grows_by_magnitude`, unless a class below the one that says so chooses weights in its own way."""
+        said = _definer(cls, "grows_by_magnitude")
+        choosing = ("choose", "growth_score", "drop", "drop_score")
+        return cls.grows_by_magnitude and all(issubclass(said, _definer(cls, name)) for name in choosing)
 
     @classmethod
     def itop(cls, **options: Any) -> Self:
@@ -163,3 +185,8 @@ class Dynamic(Algorithm):
     def growth_score(self, layer: Layer, generator: torch.Generator) -> Tensor:
         """The highest of the inactive are grown; random unless an algorithm says otherwise."""
         return torch.rand(layer.size, generator=generator, device=layer.parameter.device)
+
+
+def _definer(cls: type, name: str) -> type:
+    """The class that a class has an attribute from."""
+    return next(base for base in cls.__mro__ if name in vars(base))

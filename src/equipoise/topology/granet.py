@@ -24,6 +24,7 @@ class GraNet(GMP):
     drop_fraction: float = 0.5
 
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "at updates"
+    grows_by_magnitude: ClassVar[bool] = True
 
     def growth_score(self, layer: Layer, generator: torch.Generator) -> Tensor:
         """|∂loss/∂w|; random for a weight that took no part in the loss."""

@@ -145,5 +145,13 @@ class Layer(ABC):
         """Refuse the state of another model's weight."""
 
     @abstractmethod
+    def saved_active(self, saved: Tensor) -> int:
+        """How many weights are active by this state."""
+
+    def lost(self, saved: Tensor) -> int:
+        """How many weights attaching has set to zero that this state calls active and nothing has loaded since."""
+        return 0
+
+    @abstractmethod
     def load(self, saved: Tensor, memory: Tensor | None) -> None:
         """Take a saved state, when the model has its weights already."""

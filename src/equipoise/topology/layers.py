@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from equipoise.errors import UserError
 
 Selector = str | type[nn.Module]
+Candidate = tuple[str, tuple[nn.Module, ...], nn.Parameter]  # name, the modules it is inside, its owner last, weight
 
 DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
     nn.Linear,
@@ -46,10 +47,15 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def as_selectors(given: Selector | Sequence[Selector]) -> tuple[Selector, ...]:
+    """A single one may be given bare: `exclude="head"` is not h, e, a and d."""
+    return (given,) if isinstance(given, str | type) else tuple(given)
+
+
 def select(
     model: nn.Module,
-    include: Sequence[Selector] = (),
-    exclude: Sequence[Selector] = (),
+    include: Selector | Sequence[Selector] = (),
+    exclude: Selector | Sequence[Selector] = (),
     dense_first: bool = False,
     dense_last: bool = False,
 ) -> dict[str, nn.Parameter]:
@@ -57,17 +63,19 @@ def select(
 
     By default every weight of `DEFAULT_TYPES`; never a bias, a norm or an embedding (nor a weight tied to one),
     and nothing frozen.
-    `include` and `exclude` hold glob patterns over parameter or module names (``"layer4.*"``) and module types;
-    `include` replaces the default types. `dense_first` and `dense_last` leave the first and last of them dense.
+    `include` and `exclude` hold glob patterns over parameter or module names (``"layer4.*"``) and module types, which
+    mean every weight inside a module of that type; `include` replaces the default types. `dense_first` and
+    `dense_last` leave the first and last of them dense.
     """
     model = unwrap(model)
+    include, exclude = as_selectors(include), as_selectors(exclude)
     known = [*_candidates(model)]
     _check_selectors(known, [*include, *exclude])
-    wanted: Sequence[Selector] = include or DEFAULT_TYPES
     chosen = {
         name: weight
-        for name, module, weight in known
-        if _matches(name, module, wanted) and not _matches(name, module, exclude)
+        for name, inside, weight in known
+        if (_matches(name, inside, include) if include else isinstance(inside[-1], DEFAULT_TYPES))
+        and not _matches(name, inside, exclude)
     }
     if any(isinstance(weight, UninitializedParameter) for weight in chosen.values()):
         raise UserError("the model has lazy layers without shapes; run one batch through it before attaching")
@@ -80,7 +88,7 @@ def select(
     return chosen
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+def _candidates(model: nn.Module) -> Iterator[Candidate]:
     """Every trainable weight of two or more dimensions that no norm and no embedding owns; a tied one once."""
     refused = {
         id(weight)
@@ -96,20 +104,30 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter
                 continue
             if isinstance(weight, UninitializedParameter) or (weight.dim() >= 2 and weight.numel()):
                 refused.add(id(weight))
-                yield f"{prefix}.{name}" if prefix else name, module, weight
+                yield f"{prefix}.{name}" if prefix else name, _path(model, prefix), weight
 
 
-def _matches(name: str, module: nn.Module, selectors: Sequence[Selector]) -> bool:
+def _path(model: nn.Module, name: str) -> tuple[nn.Module, ...]:
+    """The modules from the model to the one of this name, both included."""
+    path = [model]
+    for part in name.split(".") if name else ():
+        path.append(path[-1].get_submodule(part))
+    return tuple(path)
+
+
+def _matches(name: str, inside: tuple[nn.Module, ...], selectors: Sequence[Selector]) -> bool:
     owner = name.rpartition(".")[0]
     return any(
-        fnmatchcase(name, s) or fnmatchcase(owner, s) if isinstance(s, str) else isinstance(module, s)
+        fnmatchcase(name, s) or fnmatchcase(owner, s)
+        if isinstance(s, str)
+        else any(isinstance(module, s) for module in inside)
         for s in selectors
     )
 
 
-def _check_selectors(known: list[tuple[str, nn.Module, nn.Parameter]], selectors: list[Selector]) -> None:
+def _check_selectors(known: list[Candidate], selectors: list[Selector]) -> None:
     """A pattern that matches nothing is a typing error that would silently change the experiment."""
     for selector in selectors:
-        if isinstance(selector, str) and not any(_matches(name, module, [selector]) for name, module, _ in known):
+        if isinstance(selector, str) and not any(_matches(name, inside, [selector]) for name, inside, _ in known):
             some = ", ".join(name for name, *_ in known[:3])
             raise UserError(f'"{selector}" matches no weight that can be sparse; weights are called {some}, ...')

@@ -29,6 +29,7 @@ class MaskedLayer(Layer):
         super().__init__(name, len(active), final)
         self.parameter = parameter
         self.gradient_copy: Tensor | None = None  # the gradient of all places, while an update needs it
+        self.attached: tuple[int, int] | None = None  # weights that were not zero before attaching; version after it
         self.batch_gradient: Tensor | None = None  # what of `.grad` comes from batches, where a correction adds to it
         places = torch.zeros(parameter.numel(), dtype=torch.int8)
         places[active] = ACTIVE
@@ -144,6 +145,16 @@ class MaskedLayer(Layer):
         if saved.shape != self.parameter.shape:
             was, now = tuple(saved.shape), tuple(self.parameter.shape)
             raise UserError(f'the mask of "{self.name}" has shape {was}, the weight {now}: another model')
+
+    def saved_active(self, saved: Tensor) -> int:
+        return int((saved < 0).sum())
+
+    def lost(self, saved: Tensor) -> int:
+        """Only a weight that was sparse already, by a mask like the saved one, can have lost what it needs."""
+        if self.attached is None or self.attached[1] != self.parameter._version:
+            return 0  # written since
+        before, now = self.attached[0], int(torch.count_nonzero(self.parameter.detach()))
+        return before - now if before <= self.saved_active(saved) else 0
 
     def load(self, saved: Tensor, memory: Tensor | None) -> None:
         self.places.copy_(saved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,9 +19,15 @@ from equipoise.topology.layer import Layer
 class Seen(NamedTuple):
     """The dense gradient of a layer as far as growth needs it: at active places and at the largest of the others."""
 
+    at: Tensor  # the active places
     active: Tensor
     places: Tensor
     values: Tensor
+
+    def spread(self, size: int) -> Tensor:
+        """At all places; zero where it is not known."""
+        dense = self.active.new_zeros(size).index_copy_(0, self.at.long(), self.active)
+        return dense.index_copy_(0, self.places, self.values)
 
 
 class PackedWeight(Layer):
@@ -37,8 +43,12 @@ class PackedWeight(Layer):
         self.memory = module.memory
         self._explored = pack_bits(module.mask.reshape(-1))
         self._wanted: int | None = 0
-        self._seen: Seen | Tensor | None = None  # a tensor: at all places
-        self._sum: Tensor | None = None  # of a pass in which the layer was used more than once, until it ends
+        # Gradients, each of one backward pass; a tensor: at all places
+        self._counted: list[Seen | Tensor] = []  # of the step so far
+        self._latest: Seen | Tensor | None = None  # of a pass that may turn out not to belong to the step
+        self._sum: Tensor | None = None  # of the running pass, until the layer's last use in it
+        self._pass = -1  # autograd's number of the pass that was seen last
+        self._before = (0, 0)  # which tensor `.grad` was when that pass began, and in which version
 
     @property
     def parameter(self) -> nn.Parameter:  # type: ignore[override]
@@ -58,10 +68,8 @@ class PackedWeight(Layer):
 
     @property
     def gradient(self) -> Tensor | None:
-        if isinstance(self._seen, Tensor):
-            return self._seen
-        if self._seen is not None:
-            return self._spread(self._seen.active).index_copy_(0, self._seen.places, self._seen.values)
+        if (seen := self._seen) is not None:
+            return _dense(seen, self.size)
         return None if self.parameter.grad is None else self._spread(self.parameter.grad)
 
     def _spread(self, vector: Tensor) -> Tensor:
@@ -107,12 +115,49 @@ class PackedWeight(Layer):
         self.module.watcher = None if wanted == 0 else self._see
 
     def _see(self, gradient: Tensor) -> None:
-        """The dense gradient of one use of the layer; TRADES uses it twice in a pass. The last pass counts."""
+        """The dense gradient of one use of the layer; TRADES uses it twice in a pass."""
+        if (number := torch._C._current_graph_task_id()) != self._pass:
+            self._begin(number)
         flat = gradient.detach().reshape(-1)
         self._sum = flat if self._sum is None else self._sum + flat
         self.module.uses -= 1
-        if self.module.uses <= 0:
-            self._seen, self._sum, self.module.uses = self._needed(self._sum), None, 0
+        if self.module.uses <= 0:  # the last: from here on not all places need be held
+            self._end_pass()
+
+    def _begin(self, number: int) -> None:
+        """A pass has reached the layer. As in masked storage a step's passes add up, and begin where `.grad` does."""
+        gradient = self.parameter.grad
+        if gradient is None or (gradient.numel() and not gradient.any()):
+            self.forget_gradient()  # of a step that was not taken
+        else:
+            self._settle()
+        self._pass, self._before = number, _version(gradient)
+
+    def _end_pass(self) -> None:
+        if self._sum is None:
+            return
+        total = self._sum if self._latest is None else self._sum + _dense(self._latest, self.size)
+        self._latest, self._sum, self.module.uses = self._needed(total), None, 0
+
+    def _settle(self) -> None:
+        """The last pass is one of the step's if it has changed `.grad`: one at a snapshot leaves it alone."""
+        self._end_pass()
+        latest, self._latest = self._latest, None
+        gradient = self.parameter.grad
+        if latest is None or gradient is None or _version(gradient) == self._before:
+            return
+        if isinstance(latest, Tensor) and self._counted and isinstance(self._counted[-1], Tensor):
+            self._counted[-1] += latest
+        else:
+            self._counted.append(latest)
+
+    @property
+    def _seen(self) -> Seen | Tensor | None:
+        """The dense gradient of the step so far: as far as it is kept, or at all places."""
+        self._settle()
+        if len(self._counted) > 1:
+            self._counted = [torch.stack([_dense(one, self.size) for one in self._counted]).sum(0)]
+        return self._counted[0] if self._counted else None
 
     def _needed(self, flat: Tensor) -> Seen | Tensor:
         """Only what growth can need of a dense gradient is kept."""
@@ -120,10 +165,11 @@ class PackedWeight(Layer):
             return flat.clone()
         active, size = flat[self.index.long()], flat.abs().index_fill_(0, self.index.long(), -torch.inf)
         places = size.topk(min(self._wanted, self.size - self.active), sorted=False).indices
-        return Seen(active, places, flat[places])
+        at = self.index.detach()  # an alias: a snapshot puts other data into the buffer itself
+        return Seen(at, active, places, flat[places])
 
     def put_aside(self) -> list[Tensor]:
-        return [self._seen] if isinstance(self._seen, Tensor) else []
+        return [seen] if isinstance(seen := self._seen, Tensor) else []
 
     def hide_inactive(self, tensor: Tensor) -> None:
         pass
@@ -135,7 +181,7 @@ class PackedWeight(Layer):
         pass  # `.grad` never has it
 
     def forget_gradient(self) -> None:
-        self._seen = None
+        self._counted, self._latest, self._sum = [], None, None
 
     # BSR-Net
 
@@ -173,10 +219,22 @@ class PackedWeight(Layer):
         if saved.shape != self._explored.shape or saved.dtype != torch.uint8:
             raise UserError(f'the state of "{self.name}" is not that of {self.size} packed places: another model')
 
+    def saved_active(self, saved: Tensor) -> int:
+        return self.parameter.numel()  # the model has been loaded before
+
     def load(self, saved: Tensor, memory: Tensor | None) -> None:
         self._explored = saved.clone()
         self.memory = None if memory is None else memory.clone()
         self.active = self.parameter.numel()
+
+
+def _dense(seen: Seen | Tensor, size: int) -> Tensor:
+    return seen if isinstance(seen, Tensor) else seen.spread(size)
+
+
+def _version(gradient: Tensor | None) -> tuple[int, int]:
+    """Differs before and after a backward pass has added to a gradient, or has made it."""
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
 
 def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[Layer]:
@@ -190,9 +248,27 @@ def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[Layer]:
     missing = {name for name, module in modules.items() if module.final is None}
     shapes = {names[name]: module.weight_shape for name, module in modules.items()}
     counts = active_counts(algorithm.distribution, shapes, 1 - algorithm.sparsity, model) if missing else {}
+    if not missing:
+        _check_counts(algorithm, {names[name]: module for name, module in modules.items()}, model)
     layers: list[Layer] = []
     for name, module in modules.items():
         final = counts[names[name]] if module.final is None else module.final
         layers.append(PackedWeight(names[name], module, final))
         algorithm.prepare(layers[-1])
     return layers
+
+
+def _check_counts(algorithm: Algorithm, modules: Mapping[str, PackedLayer], model: nn.Module) -> None:
+    """Refuse an algorithm that would end with other counts than the one the model was packed for."""
+    if algorithm.distribution == "bsr" and getattr(model, "bsr_densities", None) is None:
+        return  # a traced model has lost the table that these counts come from
+    wanted = algorithm.final_counts({name: module.weight_shape for name, module in modules.items()}, model)
+    size = sum(module.shape.weight_numel for module in modules.values())
+    packed = sum(module.final or 0 for module in modules.values())
+    for name, module in modules.items():
+        if module.final != wanted[name]:
+            raise UserError(
+                f"the model was packed for a density of {packed / size:.4g}, {type(algorithm).__name__} is to have "
+                f'{sum(wanted.values()) / size:.4g} ("{name}": {module.final} and {wanted[name]} active weights); '
+                "pack and attach the same algorithm"
+            )

@@ -29,6 +29,7 @@ class RigL(Dynamic):
 
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "at updates"
     itop_every: ClassVar[int] = 4000
+    grows_by_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

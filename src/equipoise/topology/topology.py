@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,9 +55,13 @@ class Topology:
         self.followers: list[Callable[[nn.Parameter], Tensor | None]] = []
         self._skipped: list[tuple[nn.Parameter, Tensor]] = []
         self._handles: list[Any] = []
+        self._passes = 0  # backward passes of the step so far, where a packed layer must know
+        self._one_pass = False  # whether the step before is known to have had one
+        self._check_free()
         self._check_optimizer()
         self._check_wrapper()
-        self.apply()
+        self._check_window()
+        self._first_apply()
         self._install()
 
     # What a user asks for
@@ -198,7 +203,43 @@ class Topology:
                 hook = partial(self._after_backward, layer)
                 self._handles.append(layer.parameter.register_post_accumulate_grad_hook(hook))
             OWNERS[layer.parameter] = weakref.ref(self)
+        if self.storage == "packed" and (counted := self._dense_parameter()) is not None:
+            # by a weak reference: the parameter alone shall not keep the topology alive
+            hook = partial(_count_pass, weakref.ref(self))
+            self._handles.append(counted.register_post_accumulate_grad_hook(hook))
         self._watch()
+
+    def _dense_parameter(self) -> nn.Parameter | None:
+        sparse = {id(layer.parameter) for layer in self.layers}
+        all_ = (p for group in self.optimizer.param_groups for p in group["params"])
+        return next((p for p in all_ if p.requires_grad and id(p) not in sparse), None)
+
+    @torch.no_grad()
+    def _first_apply(self) -> None:
+        """`apply`, and what `MaskedLayer.lost` must know to find weights that should not have been set to zero."""
+        masked = [layer for layer in self.layers if isinstance(layer, MaskedLayer)]
+        before = [int(torch.count_nonzero(layer.parameter)) for layer in masked]
+        self.apply()
+        for layer, count in zip(masked, before, strict=True):
+            layer.attached = count, layer.parameter._version
+
+    def _check_free(self) -> None:
+        """Two topologies would each set to zero what the other has grown."""
+        for layer in self.layers:
+            owner = OWNERS[layer.parameter]() if layer.parameter in OWNERS else None
+            if owner is not None and owner._handles:
+                raise UserError(
+                    f'"{layer.name}" is already sparse by {type(owner.algorithm).__name__}; '
+                    "call detach() on the topology that is attached (Topology.of(model))"
+                )
+
+    def _check_window(self) -> None:
+        if self.layers and self.window is not None and not self.window.last_update:
+            warnings.warn(
+                f"every={self.window.every}: no update falls inside the window of total_steps={self.window.total}, "
+                "so the topology will never change; choose a smaller `every` or train longer",
+                stacklevel=4,  # whoever called attach()
+            )
 
     def _check_optimizer(self) -> None:
         """A weight that another optimizer moves would come back after it was dropped."""
@@ -262,7 +303,9 @@ class Topology:
         self.algorithm.after_step(self)
         if self.update_is_next:
             self._update()
+        self._give_newborn_a_step()
         self.steps += 1
+        self._one_pass, self._passes = self._passes == 1, 0
         for layer in self.layers:
             layer.forget_gradient()
         self._watch()
@@ -282,6 +325,17 @@ class Topology:
         if isinstance(self.optimizer, torch.optim.LBFGS):
             self.optimizer.state.clear()  # steps and curvature of the old topology, all weights in one vector
         self.check_equal()
+
+    def _give_newborn_a_step(self) -> None:
+        """Rprop multiplies each weight's own step size: from zero, as growth leaves it, it would never come."""
+        if not isinstance(self.optimizer, torch.optim.Rprop):
+            return
+        sparse = {id(layer.parameter) for layer in self.layers}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                size = self.optimizer.state.get(parameter, {}).get("step_size") if id(parameter) in sparse else None
+                if size is not None:
+                    size.masked_fill_(size == 0, float(group["lr"]))
 
     def states(self, parameter: nn.Parameter) -> Iterator[Tensor]:
         """What changes with a parameter's places: the optimizer's tensors that hold one number per weight (momentum,
@@ -306,6 +360,10 @@ class Topology:
         if not self.world.alone:
             return None  # the largest of the mean are not known before there is one
         assert isinstance(self.algorithm, Dynamic)
+        if not self.algorithm.needs_largest_only():
+            return None
+        if not self._one_pass:
+            return None  # nor are the largest of the sum over several backward passes
         return self.algorithm.most_grown(layer, self.window, self.steps + 1)
 
     # Save, load, copy
@@ -327,6 +385,12 @@ class Topology:
         attaching sets the weights outside the very first mask to zero.
         """
         self._check_state(state)
+        if sum(layer.lost(state["places"][layer.name]) for layer in self.layers):
+            warnings.warn(
+                "weights were set to zero when the topology was attached that its state calls active; "
+                "load the model after attaching",
+                stacklevel=3,
+            )
         self.steps, self.updates = state["steps"], state["updates"]
         for layer in self.layers:
             layer.load(state["places"][layer.name], state["memory"].get(layer.name))
@@ -343,6 +407,29 @@ class Topology:
             raise UserError(f'the state has other sparse weights than the model, such as "{min(differing)}"')
         for layer in self.layers:
             layer.check(state["places"][layer.name])
+        if self._keeps_counts:
+            self._check_counts(state)
+
+    @property
+    def _keeps_counts(self) -> bool:
+        """Whether every layer has the same number of active weights from the first step to the last."""
+        kind = type(self.algorithm)
+        if isinstance(self.algorithm, Dynamic):
+            own = kind.target is Dynamic.target and kind.choose is Dynamic.choose  # type: ignore[attr-defined]
+        else:
+            own = kind.window is Algorithm.window
+        steady = own and kind.after_step is Algorithm.after_step
+        return steady and all(layer.initial == layer.final for layer in self.layers)
+
+    def _check_counts(self, state: dict[str, Any]) -> None:
+        """A state of another sparsity would make this one's numbers untrue."""
+        for layer in self.layers:
+            there = layer.saved_active(state["places"][layer.name])
+            if there != layer.final:
+                raise UserError(
+                    f'the state has {there} active weights in "{layer.name}", this topology {layer.final}: '
+                    "attach with the sparsity and distribution of the run that was saved"
+                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
         """A copy that works on the copied model and optimizer when the three are copied together.
@@ -356,6 +443,11 @@ class Topology:
         if self._handles:
             new._install()
         return new
+
+
+def _count_pass(owner: weakref.ref[Topology], _: Tensor) -> None:
+    if (topology := owner()) is not None:
+        topology._passes += 1
 
 
 def _make_layers(algorithm: Algorithm, model: nn.Module) -> list[Layer]:
