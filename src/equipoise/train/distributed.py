@@ -37,6 +37,7 @@ def joined(device: str) -> Iterator[World]:
     store = dist.PrefixStore(f"attempt {_attempt()}", store)  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
     yield World(rank, size, place)
+    dist.barrier()  # none leaves while another still talks
     dist.destroy_process_group()  # not after an error: the others may wait for an answer, and torchrun ends them
 
 
