@@ -215,7 +215,7 @@ def export(
     run: RunArgument,
     out: Annotated[Path, typer.Argument(help="File to write, such as out.safetensors.")],
     values: Annotated[str, typer.Option(help="Values of packed weights: float32, bf16 or int8.")] = "float32",
-    format_: Annotated[str, typer.Option("--format", help="packed, onnx or state_dict (usual keys, in safetensors).")] = "packed",
+    format_: Annotated[str, typer.Option("--format", help="packed, onnx or state_dict (safetensors).")] = "packed",
     weights: Annotated[str, typer.Option(help="plain, reestimated (BatchNorm) or averaged.")] = "plain",
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint instead of the newest.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that exists.")] = False,
