@@ -164,3 +164,9 @@ def test_two_topologies_share_a_model_in_turn() -> None:
     train(model, optimizer, range(2, 8))
     assert (first.steps, second.steps) == (2, 6)
     assert_sparse(second)
+
+
+def test_a_topology_says_what_it_is() -> None:
+    model = torch.nn.Linear(20, 50)
+    topology = Static(sparsity=0.9).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert repr(topology) == "<Static, masked: 100 of 1,000 weights active (10.00%), step 0, 0 updates>"

@@ -20,11 +20,18 @@ from equipoise.topology import GMP, MEST, SET, SNFS, BSRNet, Dense, GraNet, RigL
 __version__ = "0.1.0.dev0"
 
 
-def load(path: str | PathLike[str], dense: bool = False) -> Module:
-    """The network of a file that `equipoise export` wrote; see `equipoise.deploy.load`."""
+def load(path: str | PathLike[str], dense: bool = False, into: Module | None = None) -> Module:
+    """The network of a file that `equipoise export` or `save` wrote; see `equipoise.deploy.load`."""
     from equipoise.deploy import load as load_file  # only now: `import equipoise` stays light
 
-    return load_file(path, dense)
+    return load_file(path, dense, into)
+
+
+def save(model: Module, path: str | PathLike[str], values: str = "float32", force: bool = False) -> None:
+    """Any model as a small file, for `load(path, into=model)`; see `equipoise.deploy.save`."""
+    from equipoise.deploy import save as save_file
+
+    save_file(model, path, values, force)
 
 
 __all__ = [
@@ -51,4 +58,5 @@ __all__ = [
     "UserError",
     "load",
     "models",
+    "save",
 ]

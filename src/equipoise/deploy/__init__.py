@@ -2,6 +2,7 @@
 
 from equipoise.deploy.loading import load
 from equipoise.deploy.network import Blueprint, Network
+from equipoise.deploy.own import save
 from equipoise.deploy.packed import read_packed, write_packed
 
-__all__ = ["Blueprint", "Network", "load", "read_packed", "write_packed"]
+__all__ = ["Blueprint", "Network", "load", "read_packed", "save", "write_packed"]

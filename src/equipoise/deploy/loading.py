@@ -9,20 +9,23 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from equipoise.deploy.own import read_own
 from equipoise.deploy.packed import read_packed
 from equipoise.sparse import available, freeze, pack
 from equipoise.sparse.frozen import Frozen
 from equipoise.sparse.modules import packed
 
 
-def load(path: str | os.PathLike[str], dense: bool = False) -> nn.Module:
+def load(path: str | os.PathLike[str], dense: bool = False, into: nn.Module | None = None) -> nn.Module:
     """The network of a file that `equipoise export` wrote, in eval mode, on the CPU, for inference.
+
+    into: a model of one's own, as it was before packing, whose weights `equipoise.save` wrote; it is copied.
 
     It runs with the sparse kernels, and with torch's own layers at its ends where those are dense. Where dense is
     faster, where the kernels are not available, or with `dense=True`, all layers are torch's. Nothing in the file is
     executed, and a file that is damaged in any way is refused with a `UserError`.
     """
-    model = read_packed(Path(path)).model
+    model = read_packed(Path(path)).model if into is None else read_own(Path(path), into)
     return model if dense else with_kernels(model)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from equipoise.deploy.network import Blueprint, Network
 from equipoise.errors import UserError
 
 KEY = "equipoise"
+WEIGHTS = "equipoise-weights"  # of a model that is not in the catalogue: see `own`
 VERSION = 1
 
 
@@ -60,24 +61,29 @@ def write_packed(network: Network, path: Path, values: str = "float32") -> None:
             tensors[name] = parameter.detach().clone()
         else:
             tensors |= {f"{name}/{part}": tensor for part, tensor in encode(parameter, values).items()}
-    signed = asdict(replace(header, digest=digest(asdict(header), tensors)))
-    save_file(tensors, path, metadata={KEY: json.dumps(signed)})  # one entry: safetensors mixes the order of several
+    write_file(path, KEY, asdict(header), tensors)
 
 
 def read_packed(path: Path) -> Unpacked:
     """Read what `write_packed` wrote. No code is executed; a file that is not right in every part is refused."""
-    header, tensors = _read(path)
+    header, tensors = read_file(path, KEY)
     try:
         return _unpack(build(Header, header, "header"), tensors)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_file(path: Path, key: str, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write tensors with a header that has their checksum."""
+    signed = {**header, "digest": digest(header, tensors)}
+    save_file(tensors, path, metadata={key: json.dumps(signed)})  # one entry: safetensors mixes the order of several
+
+
+def read_file(path: Path, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Header and tensors of a file that is whole and of the version that is known."""
     try:
         with safe_open(path, framework="pt") as file:
-            header = _parse_header(path, file.metadata() or {})
+            header = _parse_header(path, file.metadata() or {}, key)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except UserError:
         raise
@@ -91,11 +97,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return header, tensors
 
 
-def _parse_header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    if KEY not in metadata:
-        raise UserError(f"{path} is not a packed network; `equipoise export RUN {path.name}` makes one")
+def _parse_header(path: Path, metadata: Mapping[str, str], key: str) -> dict[str, Any]:
+    if key not in metadata:
+        raise UserError(f"{path} is {_instead(path, metadata, key)}")
     try:
-        header = json.loads(metadata[KEY])
+        header = json.loads(metadata[key])
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or not isinstance(header.get("version"), int):
@@ -103,6 +109,16 @@ def _parse_header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if header["version"] != VERSION:
         raise UserError(f"{path} is of version {header['version']}; this equipoise reads version {VERSION}")
     return header
+
+
+def _instead(path: Path, metadata: Mapping[str, str], key: str) -> str:
+    """What a file is that is not what it was taken for, and what to do with it."""
+    if WEIGHTS in metadata:
+        return f'of a model of one\'s own, which it does not describe: load("{path.name}", into=model)'
+    if KEY in metadata:
+        return f'of a model that it describes itself: load("{path.name}") without `into`'
+    makes = f"`equipoise export RUN {path.name}`" if key == KEY else f'equipoise.save(model, "{path.name}")'
+    return f"not a packed network; {makes} makes one"
 
 
 def _unpack(header: Header, tensors: Mapping[str, Tensor]) -> Unpacked:

@@ -110,6 +110,10 @@ class Topology:
         """`packed` where the weights are vectors of active values, else `masked`."""
         return "packed" if any(layer.index is not None for layer in self.layers) else "masked"
 
+    def __repr__(self) -> str:
+        share = f"{self.active:,} of {self.size:,} weights active ({self.density:.2%})"
+        return f"<{type(self.algorithm).__name__}, {self.storage}: {share}, step {self.steps}, {self.updates} updates>"
+
     @torch.no_grad()
     def apply(self) -> None:
         """Set all inactive weights to exactly zero."""
