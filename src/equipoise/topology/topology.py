@@ -111,8 +111,9 @@ class Topology:
         return "packed" if any(layer.index is not None for layer in self.layers) else "masked"
 
     def __repr__(self) -> str:
+        kind = f"{type(self.algorithm).__name__}, {self.storage}"
         share = f"{self.active:,} of {self.size:,} weights active ({self.density:.2%})"
-        return f"<{type(self.algorithm).__name__}, {self.storage}: {share}, step {self.steps}, {self.updates} updates>"
+        return f"<{kind}: {share}, step {self.steps}, {self.updates} updates>"
 
     @torch.no_grad()
     def apply(self) -> None:
