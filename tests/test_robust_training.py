@@ -62,7 +62,7 @@ def test_at_with_agent_reaches_at_alone(at_alone: tuple[float, float], correctio
 
 @pytest.mark.slow
 def test_a_clean_full_pass_costs_robustness_at_full_weight(at_alone: tuple[float, float]) -> None:
-    """Its g̃ is of another loss than the steps', so that a weight of 1 leaves a bias: 2.7 to 5.9 points over seeds 0 to 5.
+    """Its g̃ is of another loss than the steps': a weight of 1 leaves a bias, 2.7 to 5.9 points over seeds 0 to 5.
 
     The paper's γ = 0.1 keeps a tenth of it.
     """
