@@ -67,6 +67,26 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, storage: str) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())  # a copy was filled
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.second(torch.relu(self.first(x)))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_models_that_cannot_be_packed_whole_run_too(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = Tied().to(dtype)
+    eq.Static(sparsity=0.9).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    eq.save(model, tmp_path / "tied")
+    found = eq.load(tmp_path / "tied", into=Tied().to(dtype))
+    x = torch.randn(9, 64, dtype=dtype)
+    torch.testing.assert_close(found(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_the_file_is_as_small_as_what_is_active(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
@@ -86,6 +106,11 @@ def test_the_file_is_as_small_as_what_is_active(tmp_path: Path) -> None:
         assert torch.equal(found.get_buffer("table"), model.get_buffer("table"))
 
 
+class Told(nn.Linear):
+    def get_extra_state(self) -> str:
+        return "words"
+
+
 def test_what_is_not_right_is_one_line(tmp_path: Path) -> None:
     model, path = trained("masked"), tmp_path / "own.safetensors"
     eq.save(model, path)
@@ -100,6 +125,8 @@ def test_what_is_not_right_is_one_line(tmp_path: Path) -> None:
     wider.head = nn.Linear(32 * 16, 11)
     with pytest.raises(eq.UserError, match="is not of this model"):
         eq.load(path, into=wider)
+    with pytest.raises(eq.UserError, match="is no tensor"):
+        eq.save(Told(3, 3), tmp_path / "told")
     with pytest.raises(eq.UserError, match="no type of values"):
         eq.save(model, tmp_path / "x", "int4")
     with pytest.raises(eq.UserError, match="there is no file"):

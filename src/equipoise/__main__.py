@@ -15,7 +15,7 @@ def run() -> None:
     try:
         main()
     except SystemExit as end:
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or end.code not in (0, None):
+        if os.environ.get("WORLD_SIZE", "1") == "1" or end.code not in (0, None):
             raise
         sys.stdout.flush()
         sys.stderr.flush()

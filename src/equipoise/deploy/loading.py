@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -43,13 +44,20 @@ def with_kernels(model: nn.Module) -> nn.Module:
 
 
 def sparse_masks(model: nn.Module) -> dict[str, Tensor]:
-    """The nonzeros of those layers that the sparse kernels run faster than torch."""
+    """The nonzeros of those layers that the sparse kernels run, and faster than torch: not of tied weights, say."""
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     masks = {}
     for name, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
-        if name and isinstance(weight, Tensor) and weight.dim() > 1:
+        if name and isinstance(weight, Tensor) and weight.dim() > 1 and _fits(layer, uses):
             mask = weight != 0
             sparse = packed(layer, mask)
             if sparse is not None and not sparse.dense:
                 masks[f"{name}.weight"] = mask
     return masks
+
+
+def _fits(layer: nn.Module, uses: Counter[int]) -> bool:
+    """Whether all parameters of a layer are float32 and its own."""
+    own = list(layer.parameters(recurse=False))
+    return all(parameter.dtype is torch.float32 and uses[id(parameter)] == 1 for parameter in own)

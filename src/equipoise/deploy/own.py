@@ -35,6 +35,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], values: str = "float32"
     buffers = {name for name, _ in inner.named_buffers()}
     tensors: dict[str, Tensor] = {}
     for name, tensor in unpack(inner)[0].items():
+        if not isinstance(tensor, Tensor):
+            raise UserError(f'"{name}" of the state_dict is no tensor, and cannot be saved')
         tensors |= _coded(name, tensor.detach().to("cpu", copy=True), "float32" if name in buffers else values)
     try:
         with written_whole(path) as temporary:

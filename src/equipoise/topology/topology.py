@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from equipoise.errors import UserError
 from equipoise.seeds import derive
 from equipoise.topology.algorithm import Algorithm, Dynamic
-from equipoise.topology.bsr import BSRNet
+from equipoise.topology.checks import check_attaching, check_state
 from equipoise.topology.layer import Layer
 from equipoise.topology.layers import unwrap
 from equipoise.topology.masked import MaskedLayer
@@ -57,10 +57,7 @@ class Topology:
         self._handles: list[Any] = []
         self._passes = 0  # backward passes of the step so far, where a packed layer must know
         self._one_pass = False  # whether the step before is known to have had one
-        self._check_free()
-        self._check_optimizer()
-        self._check_wrapper()
-        self._check_window()
+        check_attaching(self, OWNERS)
         self._first_apply()
         self._install()
 
@@ -109,6 +106,11 @@ class Topology:
     def storage(self) -> str:
         """`packed` where the weights are vectors of active values, else `masked`."""
         return "packed" if any(layer.index is not None for layer in self.layers) else "masked"
+
+    @property
+    def attached(self) -> bool:
+        """Whether its hooks are on the model and the optimizer."""
+        return bool(self._handles)
 
     def __repr__(self) -> str:
         kind = f"{type(self.algorithm).__name__}, {self.storage}"
@@ -227,40 +229,6 @@ class Topology:
         self.apply()
         for layer, count in zip(masked, before, strict=True):
             layer.attached = count, layer.parameter._version
-
-    def _check_free(self) -> None:
-        """Two topologies would each set to zero what the other has grown."""
-        for layer in self.layers:
-            owner = OWNERS[layer.parameter]() if layer.parameter in OWNERS else None
-            if owner is not None and owner._handles:
-                raise UserError(
-                    f'"{layer.name}" is already sparse by {type(owner.algorithm).__name__}; '
-                    "call detach() on the topology that is attached (Topology.of(model))"
-                )
-
-    def _check_window(self) -> None:
-        if self.layers and self.window is not None and not self.window.last_update:
-            warnings.warn(
-                f"every={self.window.every}: no update falls inside the window of total_steps={self.window.total}, "
-                "so the topology will never change; choose a smaller `every` or train longer",
-                stacklevel=4,  # whoever called attach()
-            )
-
-    def _check_optimizer(self) -> None:
-        """A weight that another optimizer moves would come back after it was dropped."""
-        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        for layer in self.layers:
-            if id(layer.parameter) not in known:
-                raise UserError(f'the optimizer does not have "{layer.name}"; give it the weight or exclude it')
-
-    def _check_wrapper(self) -> None:
-        """DistributedDataParallel remembers how long every parameter is."""
-        changes = self.window is not None or isinstance(self.algorithm, BSRNet)
-        if changes and not self.world.alone and self.storage == "packed":
-            raise UserError(
-                "packed weights change their length, which DistributedDataParallel does not follow; "
-                "use masked storage, or `torchrun -m equipoise train`, which needs no wrapper"
-            )
 
     @torch.no_grad()
     def _after_backward(self, layer: Layer, parameter: Tensor) -> None:
@@ -389,7 +357,7 @@ class Topology:
         To resume, attach first, as in the run that was saved, and then load the model, the optimizer and this:
         attaching sets the weights outside the very first mask to zero.
         """
-        self._check_state(state)
+        check_state(self, state)
         if sum(layer.lost(state["places"][layer.name]) for layer in self.layers):
             warnings.warn(
                 "weights were set to zero when the topology was attached that its state calls active; "
@@ -402,40 +370,6 @@ class Topology:
             layer.forget_gradient()  # of a step that was not finished
         self._watch()
 
-    def _check_state(self, state: dict[str, Any]) -> None:
-        """Refuse a wrong state before anything is changed."""
-        if missing := set(self.state_dict()) - set(state):
-            raise UserError(f'this is no state of a topology: it has no "{min(missing)}"')
-        if state["algorithm"] != type(self.algorithm).__name__:
-            raise UserError(f"the state is of {state['algorithm']}, this topology is {type(self.algorithm).__name__}")
-        if differing := set(state["places"]) ^ {layer.name for layer in self.layers}:
-            raise UserError(f'the state has other sparse weights than the model, such as "{min(differing)}"')
-        for layer in self.layers:
-            layer.check(state["places"][layer.name])
-        if self._keeps_counts:
-            self._check_counts(state)
-
-    @property
-    def _keeps_counts(self) -> bool:
-        """Whether every layer has the same number of active weights from the first step to the last."""
-        kind = type(self.algorithm)
-        if isinstance(self.algorithm, Dynamic):
-            own = kind.target is Dynamic.target and kind.choose is Dynamic.choose  # type: ignore[attr-defined]
-        else:
-            own = kind.window is Algorithm.window
-        steady = own and kind.after_step is Algorithm.after_step
-        return steady and all(layer.initial == layer.final for layer in self.layers)
-
-    def _check_counts(self, state: dict[str, Any]) -> None:
-        """A state of another sparsity would make this one's numbers untrue."""
-        for layer in self.layers:
-            there = layer.saved_active(state["places"][layer.name])
-            if there != layer.final:
-                raise UserError(
-                    f'the state has {there} active weights in "{layer.name}", this topology {layer.final}: '
-                    "attach with the sparsity and distribution of the run that was saved"
-                )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
         """A copy that works on the copied model and optimizer when the three are copied together.
 
@@ -445,7 +379,7 @@ class Topology:
         memo[id(self)] = new
         kept = {k: v for k, v in self.__dict__.items() if k not in ("_handles", "_skipped")}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in kept.items()}, _skipped=[], _handles=[])
-        if self._handles:
+        if self.attached:
             new._install()
         return new
 

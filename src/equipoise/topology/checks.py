@@ -1,0 +1,101 @@
+"""What a topology refuses, or warns about, when it is attached and when a state is loaded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType
+
+from torch import nn
+
+from equipoise.errors import UserError
+from equipoise.topology.algorithm import Algorithm, Dynamic
+from equipoise.topology.bsr import BSRNet
+
+if TYPE_CHECKING:
+    from equipoise.topology.topology import Topology
+
+
+def check_attaching(topology: Topology, owners: Mapping[nn.Parameter, ReferenceType[Topology]]) -> None:
+    """Refuse what cannot be attached, before any weight is touched. owners: of weights that are sparse already."""
+    _check_free(topology, owners)
+    _check_optimizer(topology)
+    _check_wrapper(topology)
+    _check_window(topology)
+
+
+def _check_free(topology: Topology, owners: Mapping[nn.Parameter, ReferenceType[Topology]]) -> None:
+    """Two topologies would each set to zero what the other has grown."""
+    for layer in topology.layers:
+        owner = owners[layer.parameter]() if layer.parameter in owners else None
+        if owner is not None and owner.attached:
+            raise UserError(
+                f'"{layer.name}" is already sparse by {type(owner.algorithm).__name__}; '
+                "call detach() on the topology that is attached (Topology.of(model))"
+            )
+
+
+def _check_optimizer(topology: Topology) -> None:
+    """A weight that another optimizer moves would come back after it was dropped."""
+    known = {id(p) for group in topology.optimizer.param_groups for p in group["params"]}
+    for layer in topology.layers:
+        if id(layer.parameter) not in known:
+            raise UserError(f'the optimizer does not have "{layer.name}"; give it the weight or exclude it')
+
+
+def _check_wrapper(topology: Topology) -> None:
+    """DistributedDataParallel remembers how long every parameter is."""
+    changes = topology.window is not None or isinstance(topology.algorithm, BSRNet)
+    if changes and not topology.world.alone and topology.storage == "packed":
+        raise UserError(
+            "packed weights change their length, which DistributedDataParallel does not follow; "
+            "use masked storage, or `torchrun -m equipoise train`, which needs no wrapper"
+        )
+
+
+def _check_window(topology: Topology) -> None:
+    window = topology.window
+    if topology.layers and window is not None and not window.last_update:
+        warnings.warn(
+            f"every={window.every}: no update falls inside the window of total_steps={window.total}, "
+            "so the topology will never change; choose a smaller `every` or train longer",
+            stacklevel=5,  # whoever called attach()
+        )
+
+
+def check_state(topology: Topology, state: Mapping[str, Any]) -> None:
+    """Refuse a wrong state before anything is changed."""
+    if missing := set(topology.state_dict()) - set(state):
+        raise UserError(f'this is no state of a topology: it has no "{min(missing)}"')
+    kind = type(topology.algorithm).__name__
+    if state["algorithm"] != kind:
+        raise UserError(f"the state is of {state['algorithm']}, this topology is {kind}")
+    if differing := set(state["places"]) ^ {layer.name for layer in topology.layers}:
+        raise UserError(f'the state has other sparse weights than the model, such as "{min(differing)}"')
+    for layer in topology.layers:
+        layer.check(state["places"][layer.name])
+    if _keeps_counts(topology):
+        _check_counts(topology, state)
+
+
+def _keeps_counts(topology: Topology) -> bool:
+    """Whether every layer has the same number of active weights from the first step to the last."""
+    kind = type(topology.algorithm)
+    if issubclass(kind, Dynamic):
+        own = kind.target is Dynamic.target and kind.choose is Dynamic.choose
+    else:
+        own = kind.window is Algorithm.window
+    steady = own and kind.after_step is Algorithm.after_step
+    return steady and all(layer.initial == layer.final for layer in topology.layers)
+
+
+def _check_counts(topology: Topology, state: Mapping[str, Any]) -> None:
+    """A state of another sparsity would make this one's numbers untrue."""
+    for layer in topology.layers:
+        there = layer.saved_active(state["places"][layer.name])
+        if there != layer.final:
+            raise UserError(
+                f'the state has {there} active weights in "{layer.name}", this topology {layer.final}: '
+                "attach with the sparsity and distribution of the run that was saved"
+            )
