@@ -13,7 +13,9 @@ from equipoise.study.results import result_file, write_result
 from equipoise.study.study import read_study
 
 
-def put(results: Path, arm: str, seed: int, accuracies: dict[int, float], **more: str) -> None:
+def put(
+    results: Path, arm: str, seed: int, accuracies: dict[int, float], commit: str = "0123456789abcdef", **more: str
+) -> None:
     """A finished result of the study of MVR with these accuracies at these epochs."""
     epochs: list[dict[str, Any]] = [
         {
@@ -26,7 +28,7 @@ def put(results: Path, arm: str, seed: int, accuracies: dict[int, float], **more
         }
         for epoch, accuracy in accuracies.items()
     ]
-    environment = {"device": "cpu", "torch": "2", "date": "2026-01-02", "commit": "0123456789abcdef"}
+    environment = {"device": "cpu", "torch": "2", "date": "2026-01-02", "commit": commit}
     value = {"version": 1, "study": "mvr", "arm": arm, "seed": seed, "finished": True, "epochs": epochs, **more}
     write_result(result_file(results / "mvr", arm, seed), {**value, "environment": environment})
 
@@ -76,9 +78,10 @@ def test_verdicts_and_numbers(tmp_path: Path) -> None:
 def test_an_arm_that_diverged_is_named_and_loses(tmp_path: Path) -> None:
     results = tmp_path / "results"
     put(results, "MVR", 0, {}, diverged="the loss is nan at batch 3 of epoch 1")
-    put(results, "AGENT+MVR", 0, {20: 0.6, 40: 0.7})
+    put(results, "AGENT+MVR", 0, {20: 0.6, 40: 0.7}, commit="fedcba9876543210+changes")
     write_page(results, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
+    assert "commit 0123456789; cpu, torch 2, 2026-01-02, commit fedcba9876 with changes." in page
     assert "without momentum. Diverged: MVR, seed 0: the loss is nan at batch 3 of epoch 1." in page
     claim = row(page, "AGENT with MVR has a higher accuracy than MVR after 20 epochs")
     assert claim[1:] == ["", "", "", "holds: MVR diverged (seed 0)"]

@@ -53,13 +53,22 @@ def environment(device: torch.device, together: int) -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
-    """The commit of this code: GIT_COMMIT, as many a CI sets it, or that of the checkout it lies in."""
+def commit(file: Path = Path(__file__)) -> str | None:
+    """The commit of this code: GIT_COMMIT, as many a CI sets it, or that of the checkout it lies in.
+
+    With "+changes" where the code is not as committed. None where it is installed, be it within another checkout.
+    """
     if named := os.environ.get("GIT_COMMIT"):
         return named
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        if not _git(file, "ls-files", file.name):
+            return None
+        changed = _git(file, "status", "--porcelain", "--untracked-files=no", "--", "..")  # of the package
+        return _git(file, "rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+
+
+def _git(file: Path, *words: str) -> str:
+    command = ["git", "-C", str(file.parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -138,10 +138,15 @@ def section(study: Study) -> Iterator[str]:
         yield from ["", "</details>"] if fold else []
 
 
+def _commit(told: str) -> str:
+    name, _, changes = told.partition("+")
+    return f"commit {name[:10]}" + (" with changes" if changes else "")
+
+
 def _provenance(study: Study) -> str:
     """On what it ran, and what of it did not."""
     seen = {
-        f"{e.get('device')}, torch {e.get('torch')}, {e.get('date')}, commit {str(e.get('commit'))[:10]}"
+        f"{e.get('device')}, torch {e.get('torch')}, {e.get('date')}, {_commit(str(e.get('commit')))}"
         for results in (*study.results.values(), *study.diverged.values())
         for e in (result.environment for result in results)
     }
