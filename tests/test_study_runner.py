@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import signal
 import time
 import weakref
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from equipoise.measure.run import measure_trainer
 from equipoise.study import runner
 from equipoise.study.launch import Failure, here, processes, together
 from equipoise.study.reading import read_results
+from equipoise.study.record import record
 from equipoise.study.runner import Job, jobs_of, run_job, run_study, state
 from equipoise.study.study import read_study
+from equipoise.train import signals
 from equipoise.train.folder import RunFolder
 from killing import SERVER, launch
 from train_helpers import held_by_another_process, tiny, without_times
@@ -207,6 +210,23 @@ def test_a_job_that_another_process_has_is_left_to_it(tmp_path: Path) -> None:
     assert not sound
     assert "is being trained by another process" in lines[0]
     assert run(source, tmp_path)[0]
+
+
+@pytest.mark.parametrize("part", [{"robust": "pgd10", "attacked": 200}, {"measure": True}], ids=["attack", "measure"])
+def test_a_signal_while_the_final_weights_are_judged_is_obeyed(
+    tmp_path: Path, part: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after the attack, which may take an hour: what was trained is on the disk."""
+    source = write_study(tmp_path, {"SGD": {}}, **part, seeds=[0])
+    # the first signal comes as the judging begins
+    monkeypatch.setattr(runner, "record", lambda *a: signal.raise_signal(signal.SIGTERM) or record(*a))
+    with pytest.raises(SystemExit) as stopped, signals.stoppable("equipoise study"):
+        run(source, tmp_path)
+    monkeypatch.undo()
+    assert stopped.value.code == 143
+    assert not list((tmp_path / "results/little").glob("*-seed*"))
+    assert run(source, tmp_path)[0]
+    assert len(results_of(tmp_path)) == 1
 
 
 def test_robust_and_measured_are_those_of_the_final_weights(tmp_path: Path) -> None:

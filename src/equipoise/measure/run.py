@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -11,9 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.correction.coordinates import Coordinates
+from equipoise.correction.correction import Batches
 from equipoise.correction.snapshot import Snapshot
 from equipoise.errors import UserError
-from equipoise.measure.gradients import GAMMA, NOISE, measure_gradients
+from equipoise.measure.gradients import (
+    GAMMA,
+    NOISE,
+    is_packed,
+    measure_against,
+    perturbed,
+    snapshot_of,
+    trained_coordinates,
+)
 from equipoise.seeds import derive
 from equipoise.train.folder import read_epochs, strict, strict_json
 from equipoise.train.loop import Trainer
@@ -21,6 +32,9 @@ from equipoise.train.parts import autocast
 from equipoise.train.watch import Watcher
 
 BATCHES = 50
+DRAWS = 3  # of the noise, as the paper has three replicates
+# what noise on inactive weights changes; the gradients of now are the same
+EVERYWHERE = ("variance_old", "correlation", "correlation_of_batches", "correlation_of_pairs", "c_star", "c_hat")
 
 
 def measure_trainer(
@@ -31,16 +45,46 @@ def measure_trainer(
     old: Mapping[str, Tensor] | None = None,
     gamma: float = GAMMA,
     seed: int = 0,
+    draws: int = DRAWS,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """`measure_gradients` of a run where it stands: `Measurement.report`, and `noise`.
 
     The batches are the first of the coming epoch, augmented, in the precision of the training and with its objective;
-    an attack is run once on the weights of now, and both gradients are of the images it found, as in a corrected
+    an attack is run once on the weights of now, and all gradients are of the images it found, as in a corrected
     step. batches: how many, at most those of an epoch. old: other weights to measure against, by name; by default
-    those of now with `noise`, drawn from `seed`. `noise` is None where it was not used.
+    those of now with `noise`, drawn from `seed` so many times: the numbers are means over the draws, and under
+    `everywhere` stand those with noise on inactive weights too (None in packed storage, which has none). `noise`,
+    `draws` and `everywhere` are None where there was no noise. on_batch: called before every batch.
     """
     if batches < 2:
         raise UserError(f"batches={batches}: a variance over batches needs at least 2 of them")
+    if draws < 1:
+        raise UserError(f"draws={draws}: the noise is drawn at least once")
+    model = trainer.parts.model
+    coordinates = trained_coordinates(model, trainer.parts.topology)
+    prepared = _prepared(trainer, batches, on_batch)
+    if old is not None:
+        [report] = _reports(trainer, prepared, [snapshot_of(model, old)], coordinates, gamma)
+        return strict(report | {"noise": None, "draws": None, "everywhere": None})
+
+    def moved(everywhere: bool) -> list[Snapshot]:
+        seeds = [derive(seed, "measure", i) for i in range(draws)]
+        return [perturbed(model, coordinates, noise, each, everywhere) for each in seeds]
+
+    inactive = any(index is not None for index in coordinates.index)
+    apart = inactive and not is_packed(coordinates)  # in a dense model both kinds of noise are one
+    snapshots = moved(everywhere=False) + (moved(everywhere=True) if apart else [])
+    reports = _reports(trainer, prepared, snapshots, coordinates, gamma)
+    report, everywhere = _mean(reports[:draws]), _mean(reports[-draws:])
+    known = None if is_packed(coordinates) else {key: everywhere[key] for key in EVERYWHERE}
+    return strict(report | {"noise": noise, "draws": draws, "everywhere": known})
+
+
+def _reports(
+    trainer: Trainer, batches: Batches, snapshots: Sequence[Snapshot], coordinates: Coordinates, gamma: float
+) -> list[dict[str, Any]]:
+    """One for every snapshot."""
     recipe, parts = trainer.recipe, trainer.parts
 
     def loss(model: nn.Module, *batch: Tensor) -> Tensor:
@@ -48,25 +92,25 @@ def measure_trainer(
             return recipe.objective.loss(model, *batch)[0]
 
     with _training_mode(parts.model):
-        prepared = _prepared(trainer, batches)
-        found = measure_gradients(
-            parts.model,
-            loss,
-            prepared,
-            old,
-            noise=noise,
-            topology=parts.topology,
-            seed=derive(seed, "measure"),
-            of=len(parts.train),
-        )
-    report: dict[str, Any] = strict(found.report(gamma))
-    return report | {"noise": noise if old is None else None}
+        found = measure_against(parts.model, loss, batches, snapshots, coordinates, of=len(parts.train))
+    return [each.report(gamma) for each in found]
 
 
-def _prepared(trainer: Trainer, count: int) -> Iterator[tuple[Tensor, ...]]:
+def _mean(values: Sequence[Any]) -> Any:
+    """Of reports of the same kind, number by number; None where one of them has none."""
+    if isinstance(values[0], Mapping):
+        return {key: _mean([value[key] for value in values]) for key in values[0]}
+    if None in values:
+        return None
+    same = all(value == values[0] for value in values)  # a count stays one
+    return values[0] if same else math.fsum(values) / len(values)
+
+
+def _prepared(trainer: Trainer, count: int, on_batch: Callable[[], None]) -> Iterator[tuple[Tensor, ...]]:
     """The coming epoch's first batches as steps would get them; attacks draw from a generator of their own."""
     recipe, parts = trainer.recipe, trainer.parts
     for i, (x, y) in enumerate(islice(parts.train.epoch(trainer.epoch), count)):
+        on_batch()
         generator = None
         if recipe.objective.attack_passes:
             generator = torch.Generator(parts.device).manual_seed(derive(recipe.seed, "measure", trainer.step, i))

@@ -22,6 +22,7 @@ from equipoise.study.results import result_file, slug, write_result
 from equipoise.study.robust import first, make_judge
 from equipoise.study.study import Design, same_recipe
 from equipoise.study.table import percent
+from equipoise.train import signals
 from equipoise.train.evaluate import three_ways
 from equipoise.train.folder import RunFolder, read_epochs
 from equipoise.train.loop import Trainer, resume
@@ -228,14 +229,15 @@ def robust_scores(trainer: Trainer, attack: str, images: int) -> dict[str, dict[
     scores = {}
     with closing(three_ways(parts.model, trainer.fresh_images, parts.average)) as ways:
         for way in ways:
-            found = judge.run(parts.model, first(count, loader.epoch(0), count), lambda _: None)
+            found = judge.run(parts.model, first(count, loader.epoch(0), count), lambda _: signals.check())
             scores[way] = {"clean": found.clean, "robust": found.robust, "images": found.images}
     return scores
 
 
 def measurements(trainer: Trainer, along: Path) -> dict[str, Any]:
     """Gradient variance, correlation and coefficients at the final weights, and epoch by epoch where there are."""
-    found = measure_trainer(trainer, batches=len(trainer.parts.train))  # all, as the paper: a mean has no noise then
+    every = len(trainer.parts.train)  # all batches, as the paper: a mean has no noise then
+    found = measure_trainer(trainer, every, on_batch=signals.check)
     if along.is_file():
         found["along"] = [
             {key: value for key, value in line.items() if key != "c_star_by_layer"} for line in read_epochs(along)
