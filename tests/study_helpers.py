@@ -76,7 +76,12 @@ def result_json(arm: str = "SGD", seed: int = 0, shift: float = 0.0, name: str =
         "result": {"version": 1, "test": {"plain": {"accuracy": 0.6, "loss": 1.0}}},
         "layers": {"fc": {"size": 100, "active": 5}, "head": {"size": 10, "active": 10}},
         "robust": {"plain": {"clean": 0.6, "robust": 0.3, "images": 10}},
-        "measured": {"variance": 2.0, "correlation": 0.7, "along": [{"epoch": 2, "correlation": 0.9}]},
+        "measured": {
+            "variance": 2.0,
+            "correlation": 0.7,
+            "along": [{"epoch": 2, "correlation": 0.9}],
+            "everywhere": {"variance_old": 5.0, "correlation": 0.2},
+        },
     }
 
 

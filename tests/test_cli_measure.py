@@ -28,11 +28,14 @@ def test_a_run_measured_on_the_way_and_at_its_end(run: Run, trained: str, tmp_pa
     written = json.loads((tmp_path / trained / "measure.json").read_text())
     gradients = written["gradients"]
     assert (written["epoch"], gradients["batches"], gradients["noise"]) == (3, 4, 0.015)
-    assert "here, epoch 3, 4 of 6 batches, against noise 0.015" in shown.out
-    for name, key in (("c\\* = Cov.*", "c_star"), ("gradient norm.*", "norm"), ("ĉ.*", "c_hat")):
-        found = re.search(rf"^{name} +(\S+) *$", shown.out, re.MULTILINE)
+    assert "here, epoch 3, 4 of 6 batches, against noise 0.015 (3 draws)" in shown.out
+    assert re.search(r"noise on active weights +on all *$", shown.out, re.MULTILINE)
+    for name, key in (("c\\* = Cov.*?", "c_star"), ("gradient norm.*?", "norm"), ("ĉ.*?", "c_hat")):
+        found = re.search(rf"^{name}   *(\d\S*)(?: +(\d\S*))? *$", shown.out, re.MULTILINE)
         assert found, name
         assert float(found.group(1)) == pytest.approx(gradients[key], rel=1e-3)
+        if key != "norm":  # which the old weights have no part in
+            assert float(found.group(2)) == pytest.approx(gradients["everywhere"][key], rel=1e-3)
     assert "layers.0.weight" in shown.out
     assert "On the way, against the weights of an epoch before" in shown.out
     after = everything(tmp_path / trained)
@@ -76,6 +79,7 @@ def test_a_run_without_measurements_on_the_way(run: Run, recipe: str) -> None:
         (["--batches", "1"], "batches=1: a variance over batches needs at least 2 of them"),
         (["--noise", "-0.1"], "noise=-0.1: a standard deviation, not negative"),
         (["--noise", "nan"], "noise=nan"),
+        (["--draws", "0"], "draws=0: the noise is drawn at least once"),
         (["--against", "worst"], "there is no checkpoint worst"),
         (["--against", "here/recipe.yaml"], "is damaged or not a checkpoint"),
     ],

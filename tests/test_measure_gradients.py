@@ -22,6 +22,7 @@ from equipoise.correction import NonFiniteLoss
 from equipoise.correction.coordinates import Coordinates
 from equipoise.measure import Measurement, measure_gradients
 from equipoise.measure.gradients import Traces, perturbed
+from equipoise.sparse import pack
 from train_helpers import assert_same_state
 
 Table = np.ndarray  # a row for every batch, a column for every active weight
@@ -245,6 +246,33 @@ def test_noise_falls_on_active_weights_alone() -> None:
     own = model.state_dict()
     assert torch.equal(first["1.running_var"], own["1.running_var"])
     assert not torch.equal(first["1.weight"], own["1.weight"])
+
+
+def test_noise_everywhere_falls_on_inactive_weights_too_and_gradients_stay_those_of_active_ones() -> None:
+    model = nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, CLASSES))
+    topology = sparse(model, 0.8)
+    mask = topology.masks["0.weight"]
+    coordinates = Coordinates(list(model.parameters()), topology)
+    moved = perturbed(model, coordinates, 0.015, everywhere=True).tensors
+    for places in (mask, ~mask):
+        change = (moved["0.weight"] - model[0].weight)[places].detach()
+        assert float(change.std()) == pytest.approx(0.015, rel=0.1)
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(8, 60, generator=generator), torch.arange(8) % CLASSES) for _ in range(5)]
+    found = measure_gradients(model, loss_of, batches, everywhere=True)
+    assert found.report() == measure_gradients(model, loss_of, batches, moved).report()
+    assert found.weights == topology.active + 50 + CLASSES
+    alone = measure_gradients(model, loss_of, batches)
+    assert alone.traces.new == pytest.approx(found.traces.new, rel=1e-12)
+    assert alone.traces.old != pytest.approx(found.traces.old, rel=1e-3)
+
+
+def test_noise_has_nowhere_else_to_fall_in_packed_storage() -> None:
+    algorithm = Static(sparsity=0.9)
+    model = pack(nn.Sequential(nn.Linear(FEATURES * 8, 40), nn.ReLU(), nn.Linear(40, CLASSES)), algorithm)
+    algorithm.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=1)
+    with pytest.raises(UserError, match="packed storage has no inactive weights"):
+        measure_gradients(model, loss_of, some_batches(), everywhere=True)
 
 
 # No trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from equipoise import UserError
 from equipoise.measure import MeasureWatcher, measure_gradients, measure_trainer
 from equipoise.measure.cost import measure_cost
 from equipoise.measure.table import cost_table
+from equipoise.seeds import derive
 from equipoise.train import Trainer
 from equipoise.train.folder import read_epochs
 from equipoise.train.watch import Both, Watcher
@@ -48,8 +50,44 @@ def test_a_run_is_measured_on_the_batches_of_the_coming_epoch() -> None:
     old = {name: value + 0.01 for name, value in model.state_dict().items() if value.is_floating_point()}
     expected = measure_gradients(model, loss, loader.epoch(2), old).report()
     found = measure_trainer(made, batches=100, old=old)
-    assert found == {**expected, "noise": None}
+    assert found == {**expected, "noise": None, "draws": None, "everywhere": None}
     assert found["batches"] == BATCHES
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.8])
+def test_numbers_are_means_over_draws_of_noise_on_active_weights_and_on_all(sparsity: float) -> None:
+    made = trainer(model={"name": "mlp", "hidden": 16}, topology={"name": "static", "sparsity": sparsity})
+    made.run()
+    model, loader, passes = made.parts.model, made.parts.train, []
+    seen = model.register_forward_hook(lambda *_: passes.append(1))
+    found = measure_trainer(made, batches=3, draws=2)
+    seen.remove()
+    assert len(passes) == 3 * (1 + 2 * (2 if sparsity else 1)), "one pass now, one a draw, none twice"
+
+    def reports(everywhere: bool) -> list[dict[str, Any]]:
+        seeds = [derive(0, "measure", i) for i in range(2)]
+        batches = list(islice(loader.epoch(2), 3))
+        return [
+            measure_gradients(
+                model, lambda m, x, y: F.cross_entropy(m(x), y), batches, everywhere=everywhere, seed=seed
+            ).report()
+            for seed in seeds
+        ]
+
+    assert (found["draws"], found["batches"], type(found["batches"])) == (2, 3, int)
+    for everywhere, mean in ((False, found), (True, found["everywhere"])):
+        first, second = reports(everywhere)
+        assert first["correlation"] != second["correlation"]
+        for key in (
+            "variance_old",
+            "correlation",
+            "correlation_of_batches",
+            "correlation_of_pairs",
+            "c_star",
+            "c_hat",
+        ):
+            assert mean[key] == pytest.approx((first[key] + second[key]) / 2, rel=1e-9), (everywhere, key)
+    assert (found["everywhere"]["correlation"] == found["correlation"]) == (not sparsity)
 
 
 @pytest.mark.parametrize("model", [{"name": "mlp", "hidden": 16}, {"name": "small"}], ids=["mlp", "small"])
@@ -60,6 +98,8 @@ def test_storage_makes_no_difference(model: dict[str, Any]) -> None:
     packed.load_state_dict(copy.deepcopy(masked.state_dict()))
     assert packed.parts.topology.storage == "packed"
     expected, found = (measure_trainer(each, batches=4) for each in (masked, packed))
+    assert expected.pop("everywhere") is not None
+    assert found["everywhere"] is None, "packed storage has no inactive weights"
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=1e-3), key
     costs = [measure_cost(each) for each in (masked, packed)]
@@ -158,6 +198,8 @@ def test_an_epoch_whose_beginning_was_not_seen_is_not_measured(tmp_path: Path) -
 def test_wrong_numbers_of_batches_and_epochs_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="batches=1: a variance over batches needs at least 2"):
         measure_trainer(trainer(), batches=1)
+    with pytest.raises(UserError, match="draws=0: the noise is drawn at least once"):
+        measure_trainer(trainer(), draws=0)
     with pytest.raises(UserError, match="every=0"):
         MeasureWatcher(tmp_path / "measure.jsonl", every=0)
 

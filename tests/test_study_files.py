@@ -11,7 +11,7 @@ import yaml
 
 from equipoise.config import parse_yaml
 from equipoise.errors import UserError
-from equipoise.study.metrics import METRICS
+from equipoise.study.metrics import MEASURED, METRICS
 from equipoise.study.reproduction import paper_items
 from equipoise.study.results import slug
 from equipoise.study.study import Design, packaged_studies, read_study, same_recipe
@@ -55,7 +55,7 @@ def test_every_arm_of_a_packaged_study_is_a_recipe(name: str) -> None:
             assert claim.at is None or claim.at <= recipes[arm].epochs
         if claim.metric in ("robust", "clean"):
             assert design.robust
-        if claim.metric in ("variance", "relative-variance", "correlation"):
+        if claim.metric in MEASURED:
             assert design.measure
     places = [(value.arm, value.what, value.at) for value in design.paper]
     assert len({*places}) == len(places)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from equipoise.errors import UserError
+from equipoise.study.metrics import MEASURED, METRICS
 from equipoise.study.reading import read_results
 from equipoise.study.report import make_page
 from equipoise.study.results import result_file, slug, write_result
@@ -95,6 +96,15 @@ def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert agent.robust["plain"]["robust"] == 0.3
     assert agent.test == {"plain": 0.6}
     assert agent.measured["variance"] == 2.0
+    found = {name: METRICS[name](agent, None, "plain", None) for name in MEASURED}
+    assert found == {
+        "variance": 2.0,
+        "correlation": 0.7,
+        "variance-everywhere": 5.0,
+        "correlation-everywhere": 0.2,
+        "variance-perturbed": None,
+        "relative-variance": None,
+    }
     assert [e.measured.get("correlation") for e in agent.epochs] == [None, 0.9, None, None, None, None]
     assert (study.claims[0].better, study.claims[0].at, study.claims[0].way) == ("AGENT", 3, "plain")
     assert study.paper[0].value == 0.35

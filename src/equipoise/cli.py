@@ -249,6 +249,7 @@ def measure(
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint instead of the newest.")] = False,
     batches: Annotated[int, typer.Option(help="Training batches to measure on, at most an epoch's.")] = 50,
     noise: Annotated[float, typer.Option(help="Standard deviation of the noise on the weights.")] = 0.015,
+    draws: Annotated[int, typer.Option(help="How often the noise is drawn; the numbers are means.")] = 3,
     against: Annotated[
         str | None, typer.Option(help="Instead of noise, another checkpoint: a file, or best, step-000000100, ...")
     ] = None,
@@ -257,7 +258,7 @@ def measure(
     """Measure a checkpoint: variance and correlation of its gradients, c* and ĉ, FLOPs by layer, passes."""
     from equipoise.measure.command import measure_command
 
-    measure_command(run, _open(run, best), batches, noise, against, as_json, console)
+    measure_command(run, _open(run, best), batches, noise, draws, against, as_json, console)
 
 
 @app.command()

@@ -28,11 +28,18 @@ MU = 0.25  # Reddi et al.'s, where the smoothness L is not given
 
 
 def measure_command(
-    run: Path, trainer: Trainer, batches: int, noise: float, against: str | None, as_json: bool, console: Console
+    run: Path,
+    trainer: Trainer,
+    batches: int,
+    noise: float,
+    draws: int,
+    against: str | None,
+    as_json: bool,
+    console: Console,
 ) -> None:
     """Measure a run where it stands, show it, and leave it in the run's measure.json."""
     old = None if against is None else weights_at(trainer, find_checkpoint(run, against))
-    gradients = measure_trainer(trainer, batches, noise, old=old)
+    gradients = measure_trainer(trainer, batches, noise, old=old, draws=draws)
     cost = measure_cost(trainer)
     found = {"version": 1, "epoch": trainer.epoch, "against": against, "gradients": gradients, "cost": cost}
     text = strict_json(found, indent=2)
@@ -40,7 +47,7 @@ def measure_command(
     if as_json:
         print(text)
         return
-    other = f"noise {noise:g}" if against is None else against
+    other = f"noise {noise:g} ({draws} draws)" if against is None else against
     title = f"{run}, epoch {trainer.epoch}, {gradients['batches']} of {gradients['of']} batches, against {other}"
     console.print(gradient_table(gradients, title))
     console.print()

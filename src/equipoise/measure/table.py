@@ -17,6 +17,7 @@ GRADIENTS = {
     "gradient norm, mean over batches": "norm",
     "norm of the mean gradient": "norm_of_mean",
     "variance, summed over active weights": "variance",
+    "variance at the old weights": "variance_old",
     "variance / ‖E g‖², free of the batches' noise": "variance_relative",
     "correlation of the mean gradients, over weights": "correlation",
     "correlation over batches, Cov / √(Var·Var)": "correlation_of_batches",
@@ -28,11 +29,16 @@ CHOICES = {"0": "c = 0 (SGD)", "c_hat": "ĉ", "gamma_c_hat": "γĉ (AGENT)", "c_
 
 
 def gradient_table(report: Report, title: str) -> Table:
-    """One row for every number."""
+    """One row for every number; a second column where noise on inactive weights was measured too."""
     rows = [[name, significant(report[key])] for name, key in GRADIENTS.items()]
     rows += [[f"variance left at {name}", significant(report["variance_left"][key])] for key, name in CHOICES.items()]
     rows.append(["variance left at each layer's own c*", significant(report["variance_left_by_layer"])])
-    return make_table(["", "value"], rows, title)
+    everywhere = report["everywhere"]
+    if everywhere is None:
+        return make_table(["", "value"], rows, title)
+    keys = [*GRADIENTS.values(), *[""] * (len(rows) - len(GRADIENTS))]
+    rows = [[*row, significant(everywhere.get(key))] for row, key in zip(rows, keys, strict=True)]
+    return make_table(["", "noise on active weights", "on all"], rows, title)
 
 
 def cost_table(cost: Report, c_star: Mapping[str, float | None], title: str) -> Table:

@@ -12,9 +12,10 @@ from equipoise.catalogue import Catalogue
 from equipoise.study.results import Epoch, Result
 
 WINDOW = 5  # epochs that `stability` looks at together
-LOWER_IS_BETTER = frozenset({"stability", "epochs-to", "variance", "relative-variance"})
+VARIANCES = frozenset({"variance", "relative-variance", "variance-perturbed", "variance-everywhere"})
+LOWER_IS_BETTER = VARIANCES | {"stability", "epochs-to"}
 BY_EPOCH = ("accuracy", "mean-accuracy", "stability")  # that can be asked for at an epoch
-MEASURED = frozenset({"variance", "relative-variance", "correlation"})  # at the weights at the end, after training
+MEASURED = VARIANCES | {"correlation", "correlation-everywhere"}  # at the weights at the end, after training
 Metric = Callable[[Result, int | None, str, float | None], float | None]
 
 
@@ -96,9 +97,24 @@ def relative_variance(result: Result, at: int | None, way: str, threshold: float
     return result.measured.get("variance_relative")
 
 
+def variance_perturbed(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+    """Variance of the mini-batch gradient after noise on the active weights; lower is better."""
+    return result.measured.get("variance_old")
+
+
+def variance_everywhere(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+    """Variance of the mini-batch gradient after noise on all weights, inactive ones too; lower is better."""
+    return result.measured.get("variance_old everywhere")
+
+
 def correlation(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
-    """Correlation of the gradients before and after the final weights are perturbed, as measured after training."""
+    """Correlation of the mean gradients before and after noise on the active weights."""
     return result.measured.get("correlation")
+
+
+def correlation_everywhere(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+    """Correlation of the mean gradients before and after noise on all weights, inactive ones too."""
+    return result.measured.get("correlation everywhere")
 
 
 METRICS: Catalogue[Metric] = Catalogue(
@@ -113,7 +129,10 @@ METRICS: Catalogue[Metric] = Catalogue(
         "epochs-to": epochs_to,
         "variance": variance,
         "relative-variance": relative_variance,
+        "variance-perturbed": variance_perturbed,
+        "variance-everywhere": variance_everywhere,
         "correlation": correlation,
+        "correlation-everywhere": correlation_everywhere,
     },
 )
 """What a claim can be about; the functions take a result, an epoch or None, a way and a threshold."""

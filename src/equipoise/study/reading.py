@@ -194,7 +194,7 @@ def _result(value: Mapping[str, Any], study: str, where: Path, problems: list[st
         test=_accuracies(as_mapping(value.get("result")).get("test")),
         layers=_layers(value.get("layers")),
         robust={way: numbers(found) for way, found in as_mapping(value.get("robust")).items()},
-        measured=numbers(value.get("measured")),
+        measured=_measured(as_mapping(value.get("measured"))),
         diverged=diverged,
     )
 
@@ -247,6 +247,12 @@ def _epoch(line: Any) -> Epoch:
         peak_memory=number(line.get("peak_memory")),
         learning_rate=number(line.get("learning_rate")),
     )
+
+
+def _measured(value: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers, and those of noise on all weights under their names and `everywhere`."""
+    everywhere = numbers(value.get("everywhere"))
+    return numbers(value) | {f"{key} everywhere": found for key, found in everywhere.items()}
 
 
 def _with_measurements(epochs: tuple[Epoch, ...], along: Any) -> tuple[Epoch, ...]:

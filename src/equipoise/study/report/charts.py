@@ -88,7 +88,8 @@ COSTS: dict[str, Callable[[Result], float | None]] = {
 }
 MEASURED = {
     "variance of the mini-batch gradient": _measure("variance"),
-    "correlation after a perturbation of the weights": _measure("correlation"),
+    "correlation after noise on the active weights": _measure("correlation"),
+    "correlation after noise on all weights, inactive ones too": _measure("correlation everywhere"),
     "best coefficient c*": _measure("c_star"),
 }
 
