@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -189,10 +190,10 @@ def study_of(folder: Path, epochs: int) -> list[str]:
 
 @pytest.mark.parametrize("number", STATUS)
 def test_a_study_stops_and_goes_on(tmp_path: Path, number: signal.Signals) -> None:
-    words, log = study_of(tmp_path, 2), tmp_path / "log"
+    chosen = ["--seeds", "0", "--only", "a", "--only", "b"]
+    words, log = [*study_of(tmp_path, 2), *chosen], tmp_path / "log"
     assert launch(words, log, Point("step", 4, signal=number)) == STATUS[number], log.read_text()
-    folders = f"--results {tmp_path / 'r'} --work {tmp_path / 'w'}"
-    advice = f"`equipoise study {tmp_path / 's.yaml'} {folders}` goes on from here"
+    advice = f"`equipoise {shlex.join(words)}` goes on from here"
     assert log.read_text().splitlines()[-1] == f"equipoise: stopped by {number.name}; {advice}"
     runs = sorted(path.name for path in (tmp_path / "w" / "s").iterdir())
     assert runs == ["a-seed0"]  # the other was not begun

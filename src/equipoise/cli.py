@@ -200,9 +200,13 @@ def study(
     from equipoise.study.command import study_command
     from equipoise.train.signals import stoppable
 
-    folders = {"--results": results, "--work": work, "--data": data}
-    usual = {"--results": Path("results"), "--work": Path("runs"), "--data": None}
-    words = [word for name, path in folders.items() if path != usual[name] for word in (name, str(path))]
+    options = [
+        *[("--results", str(results), "results"), ("--work", str(work), "runs"), ("--data", str(data or ""), "")],
+        *[("--jobs", str(jobs), "1"), ("--seeds", seeds, ""), ("--beside", str(beside), "0")],
+        *[("--launcher", launcher, "local"), ("--address", address or "", "")],
+        *[("--only", arm, "") for arm in only or []],
+    ]
+    words = [word for name, value, usual in options if value != usual for word in (name, value)]
     with stoppable(shlex.join(["equipoise", "study", *([file] if file else []), *words])):
         chosen = (only or [], seeds, list_only, reproduction)
         sound = study_command(file, results, work, data, jobs, *chosen, console, launcher, address, beside)
