@@ -15,6 +15,7 @@ from equipoise.cli import main
 from equipoise.study.compare import Spread
 from equipoise.study.reading import read_results
 from equipoise.study.report import make_page, write_report
+from equipoise.study.report.charts import charts_of
 from equipoise.study.report.markup import Markup, embedded_json, raw, tag
 from equipoise.study.report.words import chance, gain_of, number, value_of
 from equipoise.study.results import Reading, result_file, write_result
@@ -120,6 +121,29 @@ def test_a_run_in_the_middle_of_its_schedule_is_marked_and_not_compared(tmp_path
     assert "32.05 ± 0.07 †" in cells  # after three of six epochs, which cost as much as six of SGD
     assert cells[cells.index("32.05 ± 0.07 †") + 1] == "–"
     assert any("† in the middle of its schedule" in words for words in page.all("h3"))
+
+
+def test_gains_are_differences_of_one_seed_at_every_epoch_from_the_arm_that_is_to_be_beaten(tmp_path: Path) -> None:
+    claims = [
+        {"says": "x", "better": better, "than": than, "metric": "accuracy"}
+        for better, than in (("AGENT", "SGD"), ("AGENT", "SVRG"), ("SGD", "SVRG"), ("Short", "SGD"), ("Gone", "SGD"))
+    ]
+    folder = write_study(tmp_path / "s", ["SGD", "SVRG", "AGENT", "Short"], claims=claims)
+    value = result_json("AGENT", 1, 0.04)
+    value["epochs"][2]["scores"]["plain"]["accuracy"] += 0.02  # 0.06 above SGD instead of 0.04, in one seed
+    write_result(result_file(folder, "AGENT", 1), value)
+    for seed in (0, 1):  # half the schedule of SGD: another learning rate at each epoch
+        short = result_json("Short", seed, 0.06)
+        write_result(result_file(folder, "Short", seed), {**short, "epochs": short["epochs"][:3]})
+    (study,) = read_results(tmp_path).studies
+    (chart,) = [chart for chart in charts_of(study) if chart.get("form") == "points"]
+    assert chart["names"][2] == "AGENT - SGD"
+    (series,) = chart["views"][0]["series"]
+    assert (chart["views"][0]["label"], series["arm"]) == ("plain", 2)
+    assert [point[:3] for point in series["points"]] == [[epoch, None, None] for epoch in range(1, 7)]
+    means, deviations = zip(*(point[3:] for point in series["points"]), strict=True)
+    assert means == pytest.approx([0.04, 0.04, 0.05, 0.04, 0.04, 0.04])
+    assert deviations == pytest.approx([0, 0, 0.02 / 2**0.5, 0, 0, 0], rel=1e-4, abs=1e-9)
 
 
 def test_a_run_that_diverged_is_named_with_its_arm(results: Path) -> None:

@@ -22,6 +22,7 @@ def charts_of(study: Study) -> list[Chart]:
     measured = {"correlation": "correlation", "c*": "c_star", "ĉ": "c_hat", "variance": "variance"}
     found = [
         _lines(study, f"Accuracy on {split} images", "percent", accuracy),
+        _gains(study, "Gain in accuracy at equal epochs, in points", accuracy),
         _bars(study, "Cost", COSTS),
         _lines(study, "Correction", "number", {k: _in("correction", v) for k, v in correction.items()}),
         _lines(study, "Training", "number", {k: _field(v) for k, v in training.items()}),
@@ -61,6 +62,45 @@ def _lines(study: Study, title: str, form: str, views: dict[str, Pick]) -> Chart
         if series:
             drawn.append({"label": label, "series": series})
     return {"kind": "lines", "title": title, "form": form, "views": drawn} if drawn else None
+
+
+def _gains(study: Study, title: str, views: dict[str, Pick]) -> Chart | None:
+    """Differences of pairs of one seed from the arm that each is said to beat, where both have as many epochs.
+
+    An accuracy at one epoch is chosen among many; this shows the others. What others are said to beat is left out.
+    """
+    arms = list(study.results)
+    said = {claim.better: claim.than for claim in reversed(study.claims) if claim.metric == "accuracy"}
+    pairs = {better: than for better, than in said.items() if better not in said.values()}
+    drawn = []
+    for label, pick in views.items():
+        series: list[Chart] = []
+        for i, better in enumerate(arms):
+            points = _differences(study.results[better], study.results.get(pairs.get(better, ""), ()), pick)
+            if points:
+                series.append({"arm": i, "points": points})
+        if series:
+            drawn.append({"label": label, "series": series})
+    names = {i: f"{better} - {pairs[better]}" for i, better in enumerate(arms) if better in pairs}
+    return {"kind": "lines", "title": title, "form": "points", "names": names, "views": drawn} if drawn else None
+
+
+def _differences(ours: Sequence[Result], theirs: Sequence[Result], pick: Pick) -> list[list[float | None]]:
+    """For each epoch [epoch, null, null, mean, std or null]."""
+    others = {result.seed: result for result in theirs}
+    pairs = [(result, others[result.seed]) for result in ours if result.seed in others]
+    if not pairs or any(a.epochs[-1].epoch != b.epochs[-1].epoch for a, b in pairs):
+        return []
+    by_epoch: dict[int, list[float]] = {}
+    for result, other in pairs:
+        values = {epoch.epoch: pick(epoch) for epoch in other.epochs}
+        for epoch in result.epochs:
+            a, b = pick(epoch), values.get(epoch.epoch)
+            if a is not None and b is not None:
+                by_epoch.setdefault(epoch.epoch, []).append(a - b)
+    whole = [(epoch, found) for epoch, found in by_epoch.items() if len(found) == len(pairs)]
+    spreads = [(epoch, spread(found)) for epoch, found in sorted(whole)]
+    return [[epoch, None, None, *_pair(found)] for epoch, found in spreads if found is not None]
 
 
 def _pair(found: Spread) -> list[float | None]:

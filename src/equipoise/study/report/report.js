@@ -103,6 +103,8 @@
 
   const FORMS = {
     percent: (value, deviation) => `${(100 * value).toFixed(2)}${beside(deviation && 100 * deviation, 2)} %`,
+    points: (value, deviation) =>
+      `${value < 0 ? "-" : "+"}${Math.abs(100 * value).toFixed(2)}${beside(deviation && 100 * deviation, 2)}`,
     number: (value, deviation) => figures(value) + beside(deviation, decimals(value)),
   };
 
@@ -121,7 +123,8 @@
 
   /* Lines with bands over seeds */
 
-  function lines(chart, arms, place) {
+  function lines(chart, allArms, place) {
+    const arms = allArms.map((arm, i) => chart.names?.[i] ?? arm);
     const state = {axis: 0, view: 0, close: false, hidden: new Set(), near: null};
     lineControls(chart, place, state, redraw);
     lineLegend(chart, arms, place, state, redraw);
@@ -203,7 +206,7 @@
   }
 
   function drawAxes(svg, frame, form, axis) {
-    const [scale, unit] = form === "percent" ? [100, "%"] : [1, ""];
+    const scale = form === "number" ? 1 : 100, unit = form === "percent" ? "%" : "";
     const up = ticks(frame.low * scale, frame.high * scale, frame.height > 300 ? 7 : 5);
     for (const tick of up.found) {
       const y = frame.y(tick / scale);
@@ -211,6 +214,7 @@
       write(svg, tick.toFixed(up.digits) + unit, frame.left - 6, y + 4, "end");
     }
     stroke(svg, "axis", frame.left, frame.bottom, frame.right, frame.bottom);
+    if (form === "points" && frame.low < 0 && frame.high > 0) stroke(svg, "axis", frame.left, frame.y(0), frame.right, frame.y(0));
     const along = ticks(frame.start, frame.end, frame.width > WIDE ? 10 : 6, axis === 0 ? 1 : 0);
     for (const tick of along.found) {
       const x = frame.x(tick);
