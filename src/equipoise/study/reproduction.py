@@ -34,13 +34,17 @@ paper uses the word (73.6 and 73.4 % in its Table 3, 73.1 and 72.9 % in Table 7)
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A table or figure of the paper. only: words (a|b) of which its claims have one. why: why it was not run."""
+    """A table or figure of the paper.
+
+    only: words (a|b) of which its claims have one. why: why it was not run. remark: to be read with the verdict.
+    """
 
     item: str
     claims: str
     studies: Sequence[str]
     only: str = ""
     why: str = ""
+    remark: str = ""
 
 
 def write_page(results: Path, page: Path) -> None:
@@ -94,7 +98,8 @@ def summary(item: Item, studies: dict[str, Study]) -> str:
         word = "does not hold"
     seeds = ", one seed" if all(verdict.seeds == 1 for verdict in judged) else ""
     left = f", {len(verdicts) - len(judged)} not run" if len(judged) < len(verdicts) else ""
-    return f"**{word}** ({holding} of {len(judged)} claims hold{seeds}{left})"
+    remark = f"; {item.remark}" if item.remark else ""
+    return f"**{word}** ({holding} of {len(judged)} claims hold{seeds}{left}){remark}"
 
 
 def _ran(study: Study) -> bool:
