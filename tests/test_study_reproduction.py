@@ -68,7 +68,7 @@ def test_verdicts_and_numbers(tmp_path: Path) -> None:
     assert row(page, "AGENT with MVR has a higher accuracy than MVR after 40 epochs")[-1] == "holds in part"
     control = row(page, "Control: AGENT with MVR is better than plain SGD after 40 epochs")
     assert control[-1] == "not run: SGD has no finished seed"
-    assert row(page, "Table 5")[-1] == "**holds in part** (1 of 2 claims hold, 8 not run)"
+    assert row(page, "Table 5")[-1] == "**holds in part** (1 of 2 claims hold, none with p < 0.05, 8 not run)"
     assert "| MVR | accuracy, epoch 20 | 62.6 % | 51.0 ± 1.4 % (2) |" in page
     assert "| MVR | 0, 1 | 80.0 ± 14.1 % (2) | 80.0 ± 14.1 % (2) |  | 80 |" in page
     assert "Run on cpu, torch 2, 2026-01-02, commit 0123456789. Not run: SGD, MVR without momentum, " in page

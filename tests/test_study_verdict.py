@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from equipoise.study.compare import values_of
 from equipoise.study.results import Claim, Result, Study
-from equipoise.study.verdict import judge, reduction
+from equipoise.study.verdict import judge, reduction, surely
 from study_helpers import result, study
 
 PAIRS = st.tuples(st.floats(0, 1, allow_subnormal=False), st.floats(0, 1, allow_subnormal=False))
@@ -45,6 +45,15 @@ def test_where_less_is_better_the_sign_turns() -> None:
     assert judge(study(*arms), Claim("", "slow", "never", "epochs-to", threshold=0.5)).word == "holds"
     assert judge(study(*arms), Claim("", "never", "slow", "epochs-to", threshold=0.5)).word == "does not hold"
     assert judge(study(*arms), Claim("", "never", "never", "epochs-to", threshold=0.5)).word == "does not hold"
+
+
+def test_what_is_told_from_chance_holds_with_a_small_p() -> None:
+    sure, lucky, alone = ([0.5, 0.51, 0.52], [0.4, 0.41, 0.421]), ([0.5, 0.9], [0.4, 0.41]), ([0.5], [0.1])
+    worse = ([0.4, 0.401, 0.4], [0.401, 0.402, 0.401])  # by 0.001, every time
+    verdicts = [judged(*sure), judged(*lucky), judged(*alone), judged(*worse, margin=0.002), judged(sure[1], sure[0])]
+    assert [v.word for v in verdicts] == ["holds"] * 4 + ["does not hold"]  # type: ignore[attr-defined]
+    assert surely(verdicts) == 1  # type: ignore[arg-type]
+    assert surely(verdicts[1:]) == 0  # type: ignore[arg-type]
 
 
 def test_what_was_not_run_says_why() -> None:

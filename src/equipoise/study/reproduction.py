@@ -14,7 +14,7 @@ from equipoise.study.compare import Spread, spread, values_of
 from equipoise.study.reading import read_results
 from equipoise.study.results import Claim, PaperValue, Study
 from equipoise.study.study import Design, read_design
-from equipoise.study.verdict import Verdict, judge
+from equipoise.study.verdict import LEVEL, Verdict, judge, surely
 
 CONTROL = "Control"  # how claims begin that are not the paper's but tests of its fairness
 UNTIMED = "Seconds are left out where runs shared the device or did not tell their start-up apart"
@@ -26,7 +26,8 @@ Written by `equipoise study --reproduction FILE` from the files under `results/`
 For every table and figure of the paper: what it claims, the study that checks it, and what came of it. *Holds*: every
 seed agrees with every claim that was run. *Holds in part*: some claims hold, or only in the mean over seeds. *Not
 run*: no result is there. Claims that begin with "Control" are not the paper's: they ask whether the gain is due to
-something simpler, and do not count in the verdicts of the first table. Our numbers are mean ± standard deviation
+something simpler, and do not count in the verdicts of the first table. A claim that holds in every seed may do so by
+chance, with two seeds in one of four cases: p is that of the paired t-test. Our numbers are mean ± standard deviation
 (seeds). The final accuracy is *maintained* where it is lower by 0.2 points at most, the largest loss for which the
 paper uses the word (73.6 and 73.4 % in its Table 3, 73.1 and 72.9 % in Table 7).
 """
@@ -97,6 +98,7 @@ def summary(item: Item, studies: dict[str, Study]) -> str:
     if not holding and "holds in part" not in words:
         word = "does not hold"
     seeds = ", one seed" if all(verdict.seeds == 1 for verdict in judged) else ""
+    seeds = seeds or (f", {surely(judged) or 'none'} with p < {LEVEL}" if holding else "")
     left = f", {len(verdicts) - len(judged)} not run" if len(judged) < len(verdicts) else ""
     remark = f"; {item.remark}" if item.remark else ""
     return f"**{word}** ({holding} of {len(judged)} claims hold{seeds}{left}){remark}"

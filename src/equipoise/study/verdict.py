@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,8 @@ import numpy as np
 from equipoise.study.compare import Spread, paired_p, spread, values_of
 from equipoise.study.metrics import LOWER_IS_BETTER, MEASURED, METRICS
 from equipoise.study.results import Claim, Result, Study
+
+LEVEL = 0.05  # below which p tells a difference from chance
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,12 @@ class Verdict:
     gain: Spread | None = None
     p: float | None = None
     reduction: float | None = None
+
+
+def surely(verdicts: Iterable[Verdict]) -> int:
+    """How many hold by a gain that is told from chance: with p < 0.05, one seed never."""
+    gains = [v for v in verdicts if v.word == "holds" and v.gain is not None and v.gain.mean > 0]
+    return sum(v.p is not None and v.p < LEVEL for v in gains)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from equipoise.study.metrics import LOWER_IS_BETTER, METRICS
 from equipoise.study.report.markup import Markup, join, table, tag
 from equipoise.study.report.words import UNKNOWN, WAYS, chance, gain_of, number, plural, value_of
 from equipoise.study.results import Claim, PaperValue, Result, Study
-from equipoise.study.verdict import Verdict, judge
+from equipoise.study.verdict import LEVEL, Verdict, judge, surely
 
 SIGNS = {"holds": "✓", "holds in part": "≈", "does not hold": "✗", "not run": "·"}
 Cell = Callable[[Sequence[Result]], str]  # of an arm
@@ -40,8 +40,14 @@ def verdicts_of(study: Study) -> list[tuple[Claim, Verdict]]:
 def summary(verdicts: Sequence[Verdict]) -> Markup:
     """How many claims have which verdict."""
     count: Counter[str] = Counter(verdict.word for verdict in verdicts)
+    sure = f", {surely(verdicts) or 'none'} with p\xa0<\xa0{LEVEL}" if count["holds"] else ""
     boxes = [
-        tag("li", tag("b", str(count[word])), tag("span", f"{sign} {word}"), class_=f"{_class(word)} tally")
+        tag(
+            "li",
+            tag("b", str(count[word])),
+            tag("span", f"{sign} {word}{sure if word == 'holds' else ''}"),
+            class_=f"{_class(word)} tally",
+        )
         for word, sign in SIGNS.items()
     ]
     return tag("ul", boxes, class_="tallies")
