@@ -143,6 +143,16 @@ def test_stability_needs_a_window_and_looks_no_further_than_asked() -> None:
     assert metric("stability", quiet_then_loud, at=4) is None
 
 
+def test_a_missing_epoch_is_not_passed_over() -> None:
+    whole = result("a", 0, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.9])
+    gap = replace(whole, epochs=tuple(e for e in whole.epochs if e.epoch != 2))
+    assert metric("mean-accuracy", whole, at=3) == pytest.approx(0.2)
+    assert metric("mean-accuracy", gap, at=3) is None
+    assert metric("mean-accuracy", gap) is None
+    # of the windows 1-5, 2-6, 3-7 only the last has all of its epochs
+    assert metric("stability", gap) == pytest.approx(metric("stability", replace(whole, epochs=whole.epochs[2:])))
+
+
 @given(st.lists(SHARES, min_size=1, max_size=15), SHARES)
 def test_epochs_to_is_the_first_that_reaches(values: list[float], threshold: float) -> None:
     expected = next((i + 1 for i in range(len(values)) if values[i] >= threshold), math.inf)
@@ -173,7 +183,9 @@ POSITIONS = st.lists(st.floats(0.5, 3), min_size=1, max_size=8).map(np.cumsum)
 
 
 @given(POSITIONS, POSITIONS)
-def test_equal_time_is_the_epoch_that_ends_nearest_to_the_cheapest_total(one: np.ndarray, other: np.ndarray) -> None:
+def test_equal_time_is_the_end_or_the_epoch_that_ends_nearest_to_the_cheapest_total(
+    one: np.ndarray, other: np.ndarray
+) -> None:
     arms = {"one": one, "other": other}
     results = [
         Result(name, 0, tuple(epoch(i, i / 100, seconds=float(x)) for i, x in enumerate(ends, 1)))
@@ -182,6 +194,11 @@ def test_equal_time_is_the_epoch_that_ends_nearest_to_the_cheapest_total(one: np
     found = accuracies(at_equal(study(*results), "seconds"))
     budget = min(one[-1], other[-1])
     for name, ends in arms.items():
+        if ends[-1] <= 1.1 * budget - 1e-6:  # its end costs as much
+            assert found[name] == {0: len(ends) / 100}
+            continue
+        if ends[-1] <= 1.1 * budget + 1e-6:
+            continue
         distances = np.abs(np.concatenate([[0.0], ends]) - budget)
         first, second = np.sort(distances)[:2]
         if second - first < 1e-6:
@@ -208,15 +225,24 @@ def test_each_seed_has_its_own_budget_and_axis() -> None:
 def test_a_run_that_ends_at_the_budget_is_taken_before_one_that_is_broken_off() -> None:
     sgd = result("SGD", 0, [0.1, 0.2, 0.3, 0.8])
     agent = result("AGENT", 0, [0.2, 0.4, 0.6, 0.9], cost=2)
-    short = result("AGENT, 2 epochs", 0, [0.3, 0.7], cost=2.04)  # 4.08, to 5 % as much as SGD
+    short = result("AGENT, 2 epochs", 0, [0.3, 0.7], cost=2.04)  # 4.08, nearly as much as SGD
     asked = study(sgd, agent, short, budgets={"AGENT, 2 epochs": "AGENT"})
     assert budgets(asked, "evaluations") == {0: 4}
-    assert at_equal(asked, "evaluations") == {"SGD": {0: (0.8, True)}, "AGENT": {0: (0.7, True)}}
-    assert at_equal(asked, "epochs") == {"SGD": {0: (0.8, True)}, "AGENT": {0: (0.9, True)}}
-    assert at_equal(study(sgd, agent), "evaluations")["AGENT"] == {0: (0.4, False)}
+    assert at_equal(asked, "evaluations") == {"SGD": {0: (0.8, 1)}, "AGENT": {0: (0.7, 1)}}
+    assert at_equal(asked, "epochs") == {"SGD": {0: (0.8, 1)}, "AGENT": {0: (0.9, 1)}}
+    assert at_equal(study(sgd, agent), "evaluations")["AGENT"] == {0: (0.4, 0.5)}
     long = result("AGENT, 3 epochs", 0, [0.3, 0.7, 0.8], cost=2)
     far = study(sgd, agent, long, budgets={"AGENT, 3 epochs": "AGENT"})
-    assert at_equal(far, "evaluations")["AGENT"] == {0: (0.4, False)}
+    assert at_equal(far, "evaluations")["AGENT"] == {0: (0.4, 0.5)}
+
+
+def test_what_is_as_far_in_its_schedule_can_be_compared() -> None:
+    end, nearly, middle, beyond = Reached(0.8, 1), Reached(0.8, 0.94), Reached(0.5, 0.5), Reached(0.5, 0.55)
+    assert end.whole
+    assert not nearly.whole
+    assert end.comparable(nearly)
+    assert middle.comparable(beyond)
+    assert not nearly.comparable(middle)
 
 
 def test_a_jitter_of_the_clock_costs_no_epoch() -> None:

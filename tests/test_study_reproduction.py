@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from equipoise.errors import UserError
 from equipoise.study.compare import Spread
-from equipoise.study.reproduction import paper_items, shown, write_page
+from equipoise.study.reading import read_results
+from equipoise.study.reproduction import Item, paper_items, shown, summary, with_results, write_page
 from equipoise.study.results import result_file, write_result
 from equipoise.study.study import read_study
 
 
 def put(
-    results: Path, arm: str, seed: int, accuracies: dict[int, float], commit: str = "0123456789abcdef", **more: str
+    results: Path, arm: str, seed: int, accuracies: dict[int, float], commit: str = "0123456789abcdef", **more: Any
 ) -> None:
     """A finished result of the study of MVR with these accuracies at these epochs."""
     epochs: list[dict[str, Any]] = [
@@ -41,6 +43,9 @@ def row(page: str, first: str) -> list[str]:
 
 
 def test_without_results_everything_is_there_and_not_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none is not a folder"):
+        write_page(tmp_path / "none", tmp_path / "docs/page.md")
+    (tmp_path / "none").mkdir()
     write_page(tmp_path / "none", tmp_path / "docs/page.md")
     page = (tmp_path / "docs/page.md").read_text()
     for item in paper_items():
@@ -70,7 +75,7 @@ def test_verdicts_and_numbers(tmp_path: Path) -> None:
     assert control[-1] == "not run: SGD has no finished seed"
     assert row(page, "Table 5")[-1] == "**holds in part** (1 of 2 claims hold, none with p < 0.05, 8 not run)"
     assert "| MVR | accuracy, epoch 20 | 62.6 % | 51.0 ± 1.4 % (2) |" in page
-    assert "| MVR | 0, 1 | 80.0 ± 14.1 % (2) | 80.0 ± 14.1 % (2) |  | 80 |" in page
+    assert "| MVR | 0, 1 | 80.0 ± 14.1 % (2) | 80.0 ± 14.1 % (2) |  | 80 (2) |" in page
     assert "Run on cpu, torch 2, 2026-01-02, commit 0123456789. Not run: SGD, MVR without momentum, " in page
     assert row(page, "Table 1 TRADES")[-1].startswith("not run")
 
@@ -92,9 +97,9 @@ def test_an_arm_that_diverged_is_named_and_loses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gains", "verdict"),
     [
-        ((0.1, 0.1), "**holds** (2 of 2 claims hold, one seed, "),
-        ((-0.1, 0.1), "**holds in part** (1 of 2 claims hold, one seed, "),
-        ((-0.1, -0.1), "**does not hold**"),
+        ((0.1, 0.1), "**holds** (2 of 2 claims hold, one seed, 2 not run), 0 of 1 controls"),
+        ((-0.1, 0.1), "**holds in part** (1 of 2 claims hold, one seed, 2 not run), 0 of 1 controls"),
+        ((-0.1, -0.1), "**does not hold** (0 of 2 claims hold, one seed, 2 not run), 0 of 1 controls"),
     ],
 )
 def test_the_verdict_on_a_table_is_over_its_claims(tmp_path: Path, gains: tuple[float, float], verdict: str) -> None:
@@ -104,8 +109,33 @@ def test_the_verdict_on_a_table_is_over_its_claims(tmp_path: Path, gains: tuple[
     put(results, "SGD", 0, {20: 0.9, 40: 0.9})  # a control that fails does not count
     write_page(results, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert row(page, "Table 5")[-1].startswith(verdict)
     assert row(page, "Control: AGENT with MVR is better than plain SGD after 40 epochs")[-1] == "does not hold"
+    studies = {s.name: with_results(read_study("mvr"), s, []) for s in read_results(results).studies}
+    assert summary(Item(item="x", claims="y", studies=["mvr"]), studies) == verdict
+    if verdict.startswith("**holds** "):  # of Table 5 less than half was run
+        assert row(page, "Table 5")[-1].startswith("**holds in part** (2 of 2 claims hold, one seed, 8 not run)")
+
+
+def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    write_result(results / "mvr/study.json", read_study("mvr").asked())
+    for seed in (0, 1):
+        put(results, "MVR", seed, {20: 0.5, 40: 0.5}, recipe=read_study("mvr").raw("MVR", seed))
+        other = read_study("mvr").raw("AGENT+MVR", seed) | {"model": "resnet34"}
+        put(results, "AGENT+MVR", seed, {20: 0.6, 40: 0.6}, recipe=other)
+    (results / "mvr/mvr-seed1.json").write_text("{")
+    told = write_page(results, tmp_path / "page.md")
+    assert [line.partition(": ")[2] for line in told] == [
+        "left out: not JSON, perhaps written by half",
+        "left out: of another recipe",
+        "left out: of another recipe",
+    ]
+    assert "| MVR | 0 | 50.0 % (1) |" in (tmp_path / "page.md").read_text()
+    assert "| AGENT+MVR | 0" not in (tmp_path / "page.md").read_text()
+    (results / "again").mkdir()
+    write_result(results / "again/study.json", read_study("mvr").asked())
+    with pytest.raises(UserError, match="holds the study mvr twice"):
+        write_page(results, tmp_path / "page.md")
 
 
 def test_numbers_are_shown_in_their_units() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -76,6 +77,31 @@ def test_names_never_lead_elsewhere(tmp_path: Path) -> None:
 
 
 # Reading
+
+
+def test_results_that_cannot_be_meant_are_named(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "s", ["SGD"])
+    sound = result_json("SGD", 0)
+    wrong: dict[int, dict[str, Any]] = {
+        2: {"recipe": {**sound["recipe"], "epochs": 9, "seed": 2}},
+        3: {"recipe": {**sound["recipe"], "model": "mlp", "seed": 3}},
+        4: {"epochs": [{**e, "scores": {"plain": {"accuracy": 100 * 0.1}}} for e in sound["epochs"]]},
+    }
+    for seed, change in wrong.items():
+        write_result(result_file(folder, "SGD", seed), {**sound, "seed": seed, **change})
+    reading = read_results(folder)
+    assert [result.seed for result in reading.studies[0].results["SGD"]] == [0, 1]
+    for text in (
+        "seed2.json: left out: its last epoch is 6 of 9",
+        "seed3.json: left out: its recipe is not that of seed 0: model",
+        "seed4.json: left out: it has no finished epoch",
+    ):
+        assert any(text in line for line in reading.problems), text
+    other = [{**e, "split": "validation"} for e in sound["epochs"]]
+    write_result(result_file(folder, "SGD", 1), {**sound, "seed": 1, "epochs": other})
+    assert any("of test and validation images stand beside" in line for line in read_results(folder).problems)
+    (folder / "study.json").write_text('{"version": 2}')
+    assert [result.seed for result in read_results(folder).studies[0].results["SGD"]] == [0, 1]
 
 
 def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:

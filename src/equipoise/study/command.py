@@ -39,9 +39,11 @@ def study_command(
     if reproduction is not None:
         from equipoise.study.reproduction import write_page
 
-        write_page(results, reproduction)
+        problems = write_page(results, reproduction)
+        for problem in problems:
+            console.print(problem, markup=False, highlight=False, soft_wrap=True)
         console.print(f"written: {reproduction}")
-        return True
+        return not problems
     if file is None:
         for name in packaged_studies():
             console.print(f"{name:<28}{read_design(name).title}")

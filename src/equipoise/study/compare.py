@@ -14,7 +14,7 @@ from equipoise.study.results import Epoch, Result, Study
 
 Axis = Literal["epochs", "evaluations", "seconds"]
 AXES: tuple[Axis, ...] = ("epochs", "evaluations", "seconds")
-CLOSE = 0.05  # of a cost that counts as equal
+CLOSE = 0.1  # of a cost that counts as equal: clocks differ by as much from run to run
 
 
 # What a run has cost
@@ -101,10 +101,18 @@ def values_of(
 
 
 class Reached(NamedTuple):
-    """An accuracy at some cost. whole: whether it is that of a run that ends there, with all of its schedule."""
+    """An accuracy at some cost. share: of the schedule of the run that it is of; 1 where the run ends there."""
 
     accuracy: float
-    whole: bool
+    share: float
+
+    @property
+    def whole(self) -> bool:
+        return self.share == 1
+
+    def comparable(self, other: Reached) -> bool:
+        """A run in the middle of its schedule says nothing about one at its end."""
+        return abs(self.share - other.share) <= CLOSE
 
 
 def budgets(study: Study, axis: Axis) -> dict[int, float]:
@@ -119,7 +127,7 @@ def budgets(study: Study, axis: Axis) -> dict[int, float]:
 
 
 def at_equal(study: Study, axis: Axis, way: str = "plain") -> dict[str, dict[int, Reached]]:
-    """Accuracy by arm and seed at the seed's budget: of a run of the arm that ends there, to 5 %, if there is one.
+    """Accuracy by arm and seed at the seed's budget: of a run of the arm that ends there, to 10 %, if there is one.
 
     Else it is that of the epoch that ends nearest to the budget, half an epoch beyond at most: nothing is
     interpolated, and the half epoch keeps arms of equal cost from losing an epoch to the jitter of clocks.
@@ -142,15 +150,14 @@ def _with_budgets(study: Study, arm: str) -> list[str]:
 def _reached(result: Result, others: Sequence[Result], axis: Axis, budget: float | None, way: str) -> Reached | None:
     if budget is None:
         return None
+    for whole in (result, *others):
+        spent = position(whole.epochs[-1], axis)
+        if spent is not None and abs(spent - budget) <= CLOSE * budget and way in whole.epochs[-1].scores:
+            return Reached(whole.epochs[-1].scores[way], 1)
     epoch = _within(result, axis, budget)
-    if epoch is not result.epochs[-1]:
-        for other in others:
-            spent = position(other.epochs[-1], axis)
-            if spent is not None and abs(spent - budget) <= CLOSE * budget and way in other.epochs[-1].scores:
-                return Reached(other.epochs[-1].scores[way], True)
     if epoch is None or way not in epoch.scores:
         return None
-    return Reached(epoch.scores[way], epoch is result.epochs[-1])
+    return Reached(epoch.scores[way], epoch.epoch / result.epochs[-1].epoch)
 
 
 def _within(result: Result, axis: Axis, budget: float) -> Epoch | None:

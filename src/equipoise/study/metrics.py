@@ -14,6 +14,7 @@ from equipoise.study.results import Epoch, Result
 WINDOW = 5  # epochs that `stability` looks at together
 VARIANCES = frozenset({"variance", "relative-variance", "variance-perturbed", "variance-everywhere"})
 LOWER_IS_BETTER = VARIANCES | {"stability", "epochs-to"}
+SHARES = frozenset({"accuracy", "mean-accuracy", "test", "clean", "robust"})
 BY_EPOCH = ("accuracy", "mean-accuracy", "stability")  # that can be asked for at an epoch
 MEASURED = VARIANCES | {"correlation", "correlation-everywhere"}  # at the weights at the end, after training
 Metric = Callable[[Result, int | None, str, float | None], float | None]
@@ -30,10 +31,9 @@ def mean_accuracy(result: Result, at: int | None, way: str, threshold: float | N
 
     At a high learning rate two runs of one recipe and seed differ by several points in single epochs.
     """
-    values = [e.scores.get(way) for e in result.epochs if at is None or e.epoch <= at]
-    known = [value for value in values if value is not None]
-    short = at is not None and result.epochs[-1].epoch < at
-    return None if short or not known or len(known) < len(values) else float(np.mean(known))
+    last = result.epochs[-1].epoch if at is None else at
+    known = [e.scores[way] for e in result.epochs if e.epoch <= last and way in e.scores]
+    return float(np.mean(known)) if len(known) == last else None  # one that is missing would tilt the mean
 
 
 def on_test(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
@@ -64,7 +64,9 @@ def stability(result: Result, at: int | None, way: str, threshold: float | None)
 
 
 def _windows(epochs: Sequence[Epoch]) -> list[Sequence[Epoch]]:
-    return [epochs[i : i + WINDOW] for i in range(len(epochs) - WINDOW + 1)]
+    """So many consecutive epochs, none missing among them."""
+    found = [epochs[i : i + WINDOW] for i in range(len(epochs) - WINDOW + 1)]
+    return [window for window in found if window[-1].epoch - window[0].epoch == WINDOW - 1]
 
 
 def _decays(window: Sequence[Epoch]) -> bool:

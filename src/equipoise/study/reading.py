@@ -63,9 +63,13 @@ def _read_study(folder: Path, problems: list[str]) -> Study:
             asked = read_json(file)
     else:
         problems.append(f"{folder} has no study.json: arms are shown as found, without claims")
-    name = _text(asked.get("name")) or folder.name
+    name = _text(asked.get("name"))  # a study.json that cannot be read is no reason to doubt the results
     budgets = {arm: base for arm, base in as_mapping(asked.get("budgets")).items() if isinstance(base, str)}
     arms = _read_arms(folder, name, list(as_mapping(asked.get("arms"))), problems)
+    splits = sorted({r.epochs[-1].split for results in arms.values() for r in results if r.epochs})
+    if len(splits) > 1:
+        problems.append(f"{folder}: accuracies of {' and '.join(splits)} images stand beside each other")
+    name = name or folder.name
     if missing := [arm for arm, results in arms.items() if not results and arm not in budgets]:
         problems.append(f"{folder}: no finished seed of {', '.join(missing)}")
     return Study(
@@ -89,10 +93,20 @@ def _read_arms(folder: Path, study: str, arms: list[str], problems: list[str]) -
             continue
         with naming(file, problems):
             result = _result(read_json(file), study, file, problems)
-            if result.seed in by_arm.setdefault(result.arm, {}):
+            seeds = by_arm.setdefault(result.arm, {})
+            if result.seed in seeds:
                 raise Unusable(f"seed {result.seed} of {result.arm} has been read from another file")
+            for other in seeds.values():
+                if apart := _differences(result.recipe, other.recipe):
+                    raise Unusable(f"its recipe is not that of seed {other.seed}: {', '.join(apart)}")
             by_arm[result.arm][result.seed] = result
     return {arm: tuple(seeds[seed] for seed in sorted(seeds)) for arm, seeds in by_arm.items()}
+
+
+def _differences(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What two seeds of one arm differ in but where and how they ran."""
+    keys = sorted({*recipe, *other} - {"seed", "device", "storage", "checkpoint"})
+    return [key for key in keys if recipe and other and recipe.get(key) != other.get(key)]
 
 
 def _read_run(folder: Path, problems: list[str]) -> Study:
@@ -173,7 +187,7 @@ def _result(value: Mapping[str, Any], study: str, where: Path, problems: list[st
     arm, seed = _text(value.get("arm")), _count(value.get("seed"), least=0)
     if not arm or seed is None:
         raise Unusable("it does not say which arm and seed it is of")
-    if value.get("study", study) != study:
+    if study and value.get("study", study) != study:
         raise Unusable(f"it is of another study, {str(value['study'])[:80]}")
     if value.get("finished") is not True:
         raise Unusable("it is not finished")
@@ -182,6 +196,9 @@ def _result(value: Mapping[str, Any], study: str, where: Path, problems: list[st
         raise Unusable("it has no epochs")
     diverged = one_line(_text(value.get("diverged")), 200)
     epochs = _epochs(list(enumerate(lines, 1)), where, problems) if lines or not diverged else ()
+    asked = _count(as_mapping(value.get("recipe")).get("epochs"))
+    if not diverged and asked and epochs[-1].epoch != asked:
+        raise Unusable(f"its last epoch is {epochs[-1].epoch} of {asked}")
     environment = as_mapping(value.get("environment"))
     if not _seconds_count(environment, lines):
         epochs = tuple(replace(epoch, seconds=None) for epoch in epochs)
@@ -233,6 +250,8 @@ def _epoch(line: Any) -> Epoch:
     epoch, step, scores = _count(line.get("epoch")), _count(line.get("step")), line.get("scores")
     if epoch is None or step is None or not isinstance(scores, dict):
         raise Unusable("no epoch, step or scores")
+    if any(not 0 <= accuracy <= 1 for accuracy in _accuracies(scores).values()):
+        raise Unusable("an accuracy is not a share")
     return Epoch(
         epoch=epoch,
         step=step,

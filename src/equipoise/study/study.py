@@ -13,7 +13,7 @@ from typing import Any
 from equipoise.catalogue import suggestion
 from equipoise.config import build, call, parse_yaml
 from equipoise.errors import UserError
-from equipoise.study.metrics import BY_EPOCH, MEASURED, METRICS
+from equipoise.study.metrics import BY_EPOCH, MEASURED, METRICS, SHARES, WINDOW
 from equipoise.study.results import VERSION, Claim, PaperValue, rounded, slug
 from equipoise.study.robust import JUDGES
 from equipoise.train.recipe import apply_overrides, lay_over, make_recipe, read_recipe, split
@@ -99,7 +99,16 @@ class Design:
                 raise UserError(f"{metric} is of an attack after training: name one, such as `robust: pgd50x10`")
             if metric in MEASURED and not self.measure:
                 raise UserError(f"{metric} is measured after training only with `measure: true`")
+            if metric == "stability" and question.at is not None and question.at < WINDOW:
+                raise UserError(f"stability at: {question.at}: it looks at {WINDOW} epochs together")
+            if metric != "epochs-to" and question.threshold is not None:
+                raise UserError(f"{metric} has no threshold; epochs-to has")
+        for value in self.paper:
+            if value.what in SHARES and not 0 <= value.value <= 1:
+                raise UserError(f"{value.what} of {value.value} in the paper: write a share, such as 0.505")
         for claim in self.claims:
+            if claim.better == claim.than:
+                raise UserError(f'a claim sets "{claim.better}" beside itself')
             if claim.margin < 0:
                 raise UserError(f"margin={claim.margin}: by how much the first may be worse, from 0 on")
 

@@ -70,9 +70,13 @@ def _gains(study: Study, title: str, views: dict[str, Pick]) -> Chart | None:
     An accuracy at one epoch is chosen among many; this shows the others. What others are said to beat is left out.
     """
     arms = list(study.results)
-    said = {claim.better: claim.than for claim in reversed(study.claims) if claim.metric == "accuracy"}
+    said: dict[str, str] = {}
+    for claim in study.claims:
+        # the first that is named, but rather the first arm of the study, which is its baseline
+        if claim.metric == "accuracy" and (claim.better not in said or claim.than in arms[:1]):
+            said[claim.better] = claim.than
     pairs = {better: than for better, than in said.items() if better not in said.values()}
-    drawn = []
+    drawn: list[Chart] = []
     for label, pick in views.items():
         series: list[Chart] = []
         for i, better in enumerate(arms):
@@ -81,7 +85,8 @@ def _gains(study: Study, title: str, views: dict[str, Pick]) -> Chart | None:
                 series.append({"arm": i, "points": points})
         if series:
             drawn.append({"label": label, "series": series})
-    names = {i: f"{better} - {pairs[better]}" for i, better in enumerate(arms) if better in pairs}
+    seen = {found["arm"] for view in drawn for found in view["series"]}
+    names = {i: f"{arms[i]} - {pairs[arms[i]]}" for i in sorted(seen)}
     return {"kind": "lines", "title": title, "form": "points", "names": names, "views": drawn} if drawn else None
 
 

@@ -183,12 +183,14 @@ def _problems(problems: Sequence[str]) -> Markup:
 def _method() -> Markup:
     notes = {
         "Verdicts": "A claim holds when the difference has the claimed sign in every seed, in part when only in the "
-        "mean over seeds. Seeds are paired; p is that of the two-sided paired t-test, and needs two seeds.",
+        "mean over seeds. Seeds are paired; p is that of the two-sided paired t-test, and needs two seeds. "
+        "A reduction is the mean over seeds of what each has saved.",
         "Numbers": "Mean ± standard deviation over seeds (n − 1). Bands in the charts are the same.",
         "Gradient evaluations": "(forward + 2·backward + 2·attack) / 3 passes, so that one epoch of SGD counts 1.",
         "Equal cost": "For each seed, what the cheapest arm spent in all. An arm is scored by a run of its own that "
-        "ends there, to 5 %; where it has none, at the epoch that ends nearest to it (†), at which its learning rate "
-        "may not have fallen yet. Nothing is interpolated. Seconds are of training: no evaluation or start-up.",
+        "ends there, to 10 %; where it has none, at the epoch that ends nearest to it (†), at which its learning "
+        "rate may not have fallen yet, and compared only with what is as far in its schedule. Nothing is "
+        "interpolated. Seconds are of training: no evaluation or start-up.",
         "Noise": f"Standard deviation of the accuracy about its linear trend within {WINDOW} consecutive epochs, "
         "averaged over all such windows in which the learning rate does not fall by half or more.",
         "Three scores": "Plain weights; with BatchNorm statistics estimated anew; with averaged weights.",

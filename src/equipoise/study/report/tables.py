@@ -130,12 +130,9 @@ def _accuracy_at(reached: dict[int, Reached]) -> str:
 
 
 def _against(reached: dict[str, dict[int, Reached]], arm: str, baseline: str) -> str:
-    """The difference from the first arm, over the seeds that both have, and the p of the paired test.
-
-    A run in the middle of its schedule says nothing about one at its end.
-    """
+    """The difference from the first arm, over the seeds that both have, and the p of the paired test."""
     seeds = sorted(set(reached[arm]) & set(reached[baseline]))
-    if any(reached[arm][seed].whole != reached[baseline][seed].whole for seed in seeds):
+    if not all(reached[arm][seed].comparable(reached[baseline][seed]) for seed in seeds):
         return UNKNOWN
     ours, theirs = ([reached[name][seed].accuracy for seed in seeds] for name in (arm, baseline))
     gain = spread([a - b for a, b in zip(ours, theirs, strict=True)])
@@ -148,7 +145,9 @@ def _budget(study: Study, axis: Axis) -> str:
     if found is None:
         return "not known"
     unit = {"epochs": "", "evaluations": " epochs of SGD", "seconds": " s"}[axis]
-    return f"{number(found.mean)}{unit}"
+    seeds = {result.seed for results in study.results.values() for result in results}
+    of = f", {plural(found.count, 'seed')}" if found.count < len(seeds) else ""
+    return f"{number(found.mean)}{unit}{of}"
 
 
 def arms_table(study: Study) -> Markup:
@@ -165,7 +164,7 @@ def arms_table(study: Study) -> Markup:
             "cost", spread([c for r in rs if (c := cost_of_epoch(r)) is not None])
         ),
         "cost in all": lambda rs: value_of("cost", spread([c for r in rs if (c := _total(r)) is not None])),
-        "seconds": lambda rs: value_of("cost", spread([s for r in rs if (s := r.epochs[-1].seconds) is not None])),
+        "seconds": _seconds,
     }
     arms = [arm for arm, results in study.results.items() if results or arm in study.diverged]
     cells = {name: [cell(study.results[arm]) for arm in arms] for name, cell in columns.items()}
@@ -173,6 +172,13 @@ def arms_table(study: Study) -> Markup:
     shown = {name: column for name, column in cells.items() if any(text != UNKNOWN for text in column)}
     rows = [[arm, *(column[i] for column in shown.values())] for i, arm in enumerate(arms)]
     return table(["", *shown], rows, "Final accuracies in percent, noise and cost")
+
+
+def _seconds(results: Sequence[Result]) -> str:
+    """With the number of seeds where some have none that count."""
+    known = [seconds for result in results if (seconds := result.epochs[-1].seconds) is not None]
+    text = value_of("cost", spread(known))
+    return text if len(known) in (0, len(results)) else f"{text} ({len(known)} of {len(results)})"
 
 
 def _total(result: Result) -> float | None:
