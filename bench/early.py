@@ -2,8 +2,9 @@
 
     python bench/early.py [results]
 
-A pair is one seed of one pipeline. The standard error is over pairs. The last line sets beside it how far two runs of
-one recipe and one seed are apart: on a GPU kernels are chosen by timing, so that no two runs are the same to the bit.
+A pair is one seed of one pipeline. The standard error is over pairs; the lines below are each pair's mean over the
+epochs. The last line sets beside it how far two runs of one recipe and one seed are apart: on a GPU kernels are
+chosen by timing, so that no two runs are the same to the bit.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PAIRS = {
 }
 TWICE = (("fixed-c", "AGENT"), ("gamma", "gamma 0.1"))  # the same recipe
 TWICE_EPOCHS = 15
+WAYS = ("plain", "reestimated", "averaged")
 
 
 def points(result: Result, way: str = "plain", epochs: int = EPOCHS) -> np.ndarray:
@@ -33,24 +35,28 @@ def points(result: Result, way: str = "plain", epochs: int = EPOCHS) -> np.ndarr
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
     studies = {study.name: study for study in read_results(folder).studies}
-    gains: dict[str, list[np.ndarray]] = {"plain": [], "averaged": []}
+    gains: dict[str, list[np.ndarray]] = {way: [] for way in WAYS}
+    names = []
     for name, arms in PAIRS.items():
         for better, than in arms:
             baseline = {result.seed: result for result in studies[name].results[than]}
             for result in studies[name].results[better]:
+                names.append(f"{better} - {than}, {name}, seed {result.seed}")
                 for way, found in gains.items():
                     found.append(points(result, way) - points(baseline[result.seed], way))
     tables = {way: np.stack(found) for way, found in gains.items()}
-    error = len(tables["plain"]) ** -0.5
-    print(f"{len(tables['plain'])} pairs, points, mean ± standard error")
-    print("| epoch | plain | pairs above 0 | averaged |\n| --- | --- | --- | --- |")
+    error = len(names) ** -0.5
+    print(f"{len(names)} pairs, points, mean ± standard error")
+    print(f"| epoch | {' | '.join(WAYS)} | plain above 0 |\n| --- | --- | --- | --- | --- |")
     for epoch in range(EPOCHS):
-        plain, averaged = (table[:, epoch] for table in tables.values())
-        cells = [f"{each.mean():+.1f} ± {each.std(ddof=1) * error:.1f}" for each in (plain, averaged)]
-        print(f"| {epoch + 1} | {cells[0]} | {(plain > 0).sum()} | {cells[1]} |")
-    plain, averaged = (table.mean(1) for table in tables.values())
-    cells = [f"{each.mean():+.2f} ± {each.std(ddof=1) * error:.2f}" for each in (plain, averaged)]
-    print(f"| all | {cells[0]} | {(plain > 0).sum()} | {cells[1]} |")
+        columns = [table[:, epoch] for table in tables.values()]
+        cells = [f"{each.mean():+.1f} ± {each.std(ddof=1) * error:.1f}" for each in columns]
+        print(f"| {epoch + 1} | {' | '.join(cells)} | {(columns[0] > 0).sum()} |")
+    columns = [table.mean(1) for table in tables.values()]
+    cells = [f"{each.mean():+.2f} ± {each.std(ddof=1) * error:.2f}" for each in columns]
+    print(f"| all | {' | '.join(cells)} | {(columns[0] > 0).sum()} |")
+    for name, *means in zip(names, *columns, strict=True):
+        print(f"| {name} | {' | '.join(f'{mean:+.2f}' for mean in means)} | |")
     one, other = (points(studies[name].results[arm][0], epochs=TWICE_EPOCHS) for name, arm in TWICE)
     apart = one - other
     print(f"one recipe and seed twice: {np.sqrt((apart**2).mean()):.1f} apart (RMS), {abs(apart).max():.1f} at most")

@@ -31,11 +31,16 @@ def test_a_run_measured_on_the_way_and_at_its_end(run: Run, trained: str, tmp_pa
     assert "here, epoch 3, 4 of 6 batches, against noise 0.015 (3 draws)" in shown.out
     assert re.search(r"noise on active weights +on all *$", shown.out, re.MULTILINE)
     for name, key in (("c\\* = Cov.*?", "c_star"), ("gradient norm.*?", "norm"), ("ĉ.*?", "c_hat")):
-        found = re.search(rf"^{name}   *(\d\S*)(?: +(\d\S*))? *$", shown.out, re.MULTILINE)
+        number = r"(\d\S*)(?: ± \S+)?"
+        found = re.search(rf"^{name}   *{number}(?: +{number})? *$", shown.out, re.MULTILINE)
         assert found, name
         assert float(found.group(1)) == pytest.approx(gradients[key], rel=1e-3)
         if key != "norm":  # which the old weights have no part in
             assert float(found.group(2)) == pytest.approx(gradients["everywhere"][key], rel=1e-3)
+    assert f"± {gradients['deviation']['c_star']:.2g}" in shown.out
+    assert "of 4 of 6 batches, whose noise is a part of their correlation; --batches 6 has none" in " ".join(
+        shown.out.split()
+    )
     assert "layers.0.weight" in shown.out
     assert "On the way, against the weights of an epoch before" in shown.out
     after = everything(tmp_path / trained)

@@ -50,7 +50,7 @@ def test_a_run_is_measured_on_the_batches_of_the_coming_epoch() -> None:
     old = {name: value + 0.01 for name, value in model.state_dict().items() if value.is_floating_point()}
     expected = measure_gradients(model, loss, loader.epoch(2), old).report()
     found = measure_trainer(made, batches=100, old=old)
-    assert found == {**expected, "noise": None, "draws": None, "everywhere": None}
+    assert found == {**expected, "noise": None, "draws": None, "deviation": None, "everywhere": None}
     assert found["batches"] == BATCHES
 
 
@@ -87,6 +87,8 @@ def test_numbers_are_means_over_draws_of_noise_on_active_weights_and_on_all(spar
             "c_hat",
         ):
             assert mean[key] == pytest.approx((first[key] + second[key]) / 2, rel=1e-9), (everywhere, key)
+            apart = abs(first[key] - second[key]) / 2**0.5
+            assert mean["deviation"][key] == pytest.approx(apart, rel=1e-6, abs=1e-12), (everywhere, key)
     assert (found["everywhere"]["correlation"] == found["correlation"]) == (not sparsity)
 
 
@@ -100,6 +102,7 @@ def test_storage_makes_no_difference(model: dict[str, Any]) -> None:
     expected, found = (measure_trainer(each, batches=4) for each in (masked, packed))
     assert expected.pop("everywhere") is not None
     assert found["everywhere"] is None, "packed storage has no inactive weights"
+    del expected["deviation"]
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=1e-3), key
     costs = [measure_cost(each) for each in (masked, packed)]

@@ -18,7 +18,7 @@ from equipoise.measure.cost import measure_cost
 from equipoise.measure.descent import trajectories
 from equipoise.measure.picture import draw_descent
 from equipoise.measure.run import measure_trainer
-from equipoise.measure.table import along_table, cost_line, cost_table, gradient_table, significant
+from equipoise.measure.table import along_table, cost_line, cost_table, gradient_table, sample_line, significant
 from equipoise.measure.theory import Setting
 from equipoise.study.table import make_table
 from equipoise.train import Trainer, checkpoint
@@ -50,6 +50,8 @@ def measure_command(
     other = f"noise {noise:g} ({draws} draws)" if against is None else against
     title = f"{run}, epoch {trainer.epoch}, {gradients['batches']} of {gradients['of']} batches, against {other}"
     console.print(gradient_table(gradients, title))
+    if line := sample_line(gradients):
+        console.print(line)
     console.print()
     console.print(cost_table(cost, gradients["c_star_by_layer"], "Cost, a multiply-add counting 2"))
     console.print(cost_line(cost))

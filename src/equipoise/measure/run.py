@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -33,8 +34,8 @@ from equipoise.train.watch import Watcher
 
 BATCHES = 50
 DRAWS = 3  # of the noise, as the paper has three replicates
-# what noise on inactive weights changes; the gradients of now are the same
-EVERYWHERE = ("variance_old", "correlation", "correlation_of_batches", "correlation_of_pairs", "c_star", "c_hat")
+# what depends on the noise; the gradients of now do not
+OF_NOISE = ("variance_old", "correlation", "correlation_of_batches", "correlation_of_pairs", "c_star", "c_hat")
 
 
 def measure_trainer(
@@ -54,8 +55,9 @@ def measure_trainer(
     an attack is run once on the weights of now, and all gradients are of the images it found, as in a corrected
     step. batches: how many, at most those of an epoch. old: other weights to measure against, by name; by default
     those of now with `noise`, drawn from `seed` so many times: the numbers are means over the draws, and under
-    `everywhere` stand those with noise on inactive weights too (None in packed storage, which has none). `noise`,
-    `draws` and `everywhere` are None where there was no noise. on_batch: called before every batch.
+    `everywhere` stand those with noise on inactive weights too (None in packed storage, which has none), each with
+    its standard deviation over the draws under `deviation`. These four are None where there was no noise. on_batch:
+    called before every batch.
     """
     if batches < 2:
         raise UserError(f"batches={batches}: a variance over batches needs at least 2 of them")
@@ -66,7 +68,7 @@ def measure_trainer(
     prepared = _prepared(trainer, batches, on_batch)
     if old is not None:
         [report] = _reports(trainer, prepared, [snapshot_of(model, old)], coordinates, gamma)
-        return strict(report | {"noise": None, "draws": None, "everywhere": None})
+        return strict(report | dict.fromkeys(("noise", "draws", "deviation", "everywhere")))
 
     def moved(everywhere: bool) -> list[Snapshot]:
         seeds = [derive(seed, "measure", i) for i in range(draws)]
@@ -76,9 +78,11 @@ def measure_trainer(
     apart = inactive and not is_packed(coordinates)  # in a dense model both kinds of noise are one
     snapshots = moved(everywhere=False) + (moved(everywhere=True) if apart else [])
     reports = _reports(trainer, prepared, snapshots, coordinates, gamma)
-    report, everywhere = _mean(reports[:draws]), _mean(reports[-draws:])
-    known = None if is_packed(coordinates) else {key: everywhere[key] for key in EVERYWHERE}
-    return strict(report | {"noise": noise, "draws": draws, "everywhere": known})
+    active, everywhere = (
+        {**_mean(part), "deviation": _deviations(part)} for part in (reports[:draws], reports[-draws:])
+    )
+    known = None if is_packed(coordinates) else {key: everywhere[key] for key in (*OF_NOISE, "deviation")}
+    return strict(active | {"noise": noise, "draws": draws, "everywhere": known})
 
 
 def _reports(
@@ -104,6 +108,14 @@ def _mean(values: Sequence[Any]) -> Any:
         return None
     same = all(value == values[0] for value in values)  # a count stays one
     return values[0] if same else math.fsum(values) / len(values)
+
+
+def _deviations(reports: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Over the draws of the noise, ddof = 1; of what all of them have."""
+    if len(reports) < 2:
+        return None
+    values = {key: [report[key] for report in reports] for key in OF_NOISE}
+    return {key: statistics.stdev(found) for key, found in values.items() if None not in found}
 
 
 def _prepared(trainer: Trainer, count: int, on_batch: Callable[[], None]) -> Iterator[tuple[Tensor, ...]]:

@@ -30,15 +30,31 @@ CHOICES = {"0": "c = 0 (SGD)", "c_hat": "ĉ", "gamma_c_hat": "γĉ (AGENT)", "c_
 
 def gradient_table(report: Report, title: str) -> Table:
     """One row for every number; a second column where noise on inactive weights was measured too."""
-    rows = [[name, significant(report[key])] for name, key in GRADIENTS.items()]
+    rows = [[name, _with_deviation(report, key)] for name, key in GRADIENTS.items()]
     rows += [[f"variance left at {name}", significant(report["variance_left"][key])] for key, name in CHOICES.items()]
     rows.append(["variance left at each layer's own c*", significant(report["variance_left_by_layer"])])
     everywhere = report["everywhere"]
     if everywhere is None:
         return make_table(["", "value"], rows, title)
     keys = [*GRADIENTS.values(), *[""] * (len(rows) - len(GRADIENTS))]
-    rows = [[*row, significant(everywhere.get(key))] for row, key in zip(rows, keys, strict=True)]
+    rows = [[*row, _with_deviation(everywhere, key)] for row, key in zip(rows, keys, strict=True)]
     return make_table(["", "noise on active weights", "on all"], rows, title)
+
+
+def _with_deviation(report: Report, key: str) -> str:
+    """A number, and its deviation over the draws of the noise where it has one."""
+    deviation = (report["deviation"] or {}).get(key)
+    return significant(report.get(key)) + ("" if deviation is None else f" ± {deviation:.2g}")
+
+
+def sample_line(report: Report) -> str:
+    """What the batches are too few for, where they are not all."""
+    if report["batches"] == report["of"]:
+        return ""
+    return (
+        f"The mean gradients are of {report['batches']} of {report['of']} batches, whose noise is a part of their "
+        f"correlation; --batches {report['of']} has none"
+    )
 
 
 def cost_table(cost: Report, c_star: Mapping[str, float | None], title: str) -> Table:
