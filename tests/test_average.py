@@ -14,7 +14,8 @@ from torch import nn
 from equipoise.average import Average, weights_of
 from equipoise.errors import UserError
 from equipoise.sparse import pack, unpack
-from equipoise.topology import SET
+from equipoise.topology import GMP, SET, BSRNet, Static
+from equipoise.topology.algorithm import Algorithm
 
 
 def model() -> nn.Sequential:
@@ -86,16 +87,15 @@ def test_the_average_is_projected_on_the_topology_of_now() -> None:
     assert average.values["0.bias"].abs().sum() > 0  # what is dense stays so
 
 
-def averaged_weights(packed: bool) -> dict[str, np.ndarray]:
+def averaged_weights(algorithm: Algorithm, packed: bool, early: bool = False) -> dict[str, np.ndarray]:
     """The average after twenty steps in which the topology moves, as dense weights by name."""
     torch.manual_seed(0)
-    # what one update drops and regrows keeps its average in masked storage, whose mask does not show it
-    algorithm = SET(sparsity=0.9, every=3, regrow=False)
     net: nn.Module = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5))
     net = pack(net, algorithm) if packed else net
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    average = Average(net, 0.9) if early else None
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     topology = algorithm.attach(net, optimizer, total_steps=50)
-    average = Average(net, 0.9)
+    average = average or Average(net, 0.9)
     x, y = torch.randn(64, 30), torch.randint(5, (64,))
     for _ in range(20):
         nn.functional.cross_entropy(net(x), y).backward()
@@ -105,14 +105,67 @@ def averaged_weights(packed: bool) -> dict[str, np.ndarray]:
     assert topology.updates > 4
     with average.applied():
         state = unpack(net)[0] if packed else net.state_dict()
-        return {name: value.detach().numpy().copy() for name, value in state.items()}
+        found = {name: value.detach().numpy().copy() for name, value in state.items()}
+    for name, mask in topology.masks.items():
+        assert (found[name][~mask.numpy()] == 0).all()
+    return found
 
 
-def test_the_average_follows_the_places_of_packed_weights() -> None:
-    masked, packed = averaged_weights(False), averaged_weights(True)
-    for name, value in masked.items():
-        np.testing.assert_allclose(packed[name], value, rtol=1e-3, atol=1e-5)
-        assert ((packed[name] != 0) == (value != 0)).all()
+MOVING: dict[str, Algorithm] = {
+    "set": SET(sparsity=0.9, every=3),
+    "set at every step": SET(sparsity=0.3, every=1),
+    "set without regrowth": SET(sparsity=0.9, every=3, regrow=False),
+    "gmp": GMP(sparsity=0.9, every=3),
+    "bsr-net": BSRNet(sparsity=0.01, distribution="erk", noise=0),
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_the_average_is_the_same_in_both_storages(name: str) -> None:
+    """A weight that one update drops and regrows begins anew in either."""
+    masked, packed = averaged_weights(MOVING[name], False), averaged_weights(MOVING[name], True)
+    for key, value in masked.items():
+        np.testing.assert_allclose(packed[key], value, rtol=1e-3, atol=1e-5)
+        assert ((packed[key] != 0) == (value != 0)).all()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["masked", "packed"])
+@pytest.mark.parametrize("name", MOVING)
+def test_an_average_made_before_the_topology_is_the_same(name: str, packed: bool) -> None:
+    early, late = (averaged_weights(MOVING[name], packed, early) for early in (True, False))
+    for key, value in late.items():
+        np.testing.assert_array_equal(early[key], value)
+
+
+def test_an_average_is_sparse_as_soon_as_a_topology_is_attached() -> None:
+    net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4))
+    average = Average(net)
+    assert average.topology is None
+    topology = Static(sparsity=0.6).attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert average.topology is topology
+    for name, mask in topology.masks.items():
+        assert (average.values[name][~mask] == 0).all()
+        assert (average.values[name][mask] != 0).all()
+
+
+def test_a_copy_of_the_average_follows_the_copied_model() -> None:
+    algorithm = GMP(sparsity=0.9, every=2)
+    net = pack(nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4)), algorithm)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    topology = algorithm.attach(net, optimizer, total_steps=50)
+    average = Average(net)
+    before = {name: value.clone() for name, value in average.values.items()}
+    twin, stepper, moved, copied = copy.deepcopy((net, optimizer, topology, average))
+    for _ in range(4):
+        twin(torch.ones(3, 10)).square().mean().backward()
+        stepper.step()
+        copied.update()
+    assert copied.topology is moved
+    assert {name: value.shape for name, value in copied.values.items()} == {
+        name: p.shape for name, p in twin.named_parameters()
+    }
+    assert moved.active < topology.active
+    assert all(torch.equal(before[name], value) for name, value in average.values.items())
 
 
 def test_applying_the_average_leaves_no_trace() -> None:

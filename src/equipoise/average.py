@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.topology import Topology
+from equipoise.topology.topology import FOLLOWERS
 
 
 class Average:
@@ -25,8 +26,9 @@ class Average:
             evaluate(model)
 
     The decay starts low and rises to `decay` ((1+t)/(10+t) until then), so that the random initial weights do not
-    linger. When the topology changes, the average is projected on it: what was dropped is zero at once. In packed
-    storage its values move with their places, which torch's AveragedModel does not do.
+    linger. When the topology changes, the average is projected on it: what was dropped is zero at once, and what was
+    grown begins anew, also where one update dropped and regrew it. In packed storage its values move with their
+    places, which torch's AveragedModel does not do. It may be made before the topology is attached, or after.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.995, topology: Topology | None = None) -> None:
@@ -34,12 +36,26 @@ class Average:
             raise UserError(f"average={decay}: the decay of the weight average is in (0, 1), such as 0.995")
         self.decay = decay
         self.steps = 0
-        self.topology = Topology.of(model) if topology is None else topology
+        self._topology = topology
         self._model = model
         self.parameters = dict(model.named_parameters())
         self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
-        if self.topology is not None and self.topology.storage == "packed":
-            self.topology.followers.append(self.value_of)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Let topologies, of now or to come, move and clear the average with the weights."""
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        FOLLOWERS.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy follows its own parameters."""
+        self.__dict__.update(state)
+        self._follow()
+
+    @property
+    def topology(self) -> Topology | None:
+        """The one that was given, or whichever is attached to the model now."""
+        return Topology.of(self._model) if self._topology is None else self._topology
 
     @property
     def next_decay(self) -> float:
@@ -51,8 +67,8 @@ class Average:
         """Take the weights of now into the average."""
         torch._foreach_lerp_(list(self.values.values()), list(self.parameters.values()), 1 - self.next_decay)
         self.steps += 1
-        if self.topology is not None:
-            self.topology.project(self.values)
+        if (topology := self.topology) is not None:
+            topology.project(self.values)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -77,8 +93,9 @@ class Average:
                 value.data = saved.to(value, copy=True)
 
     def value_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The average of one parameter, which moves with its places in packed storage."""
-        return next((self.values[name] for name, p in self.parameters.items() if p is parameter), None)
+        """The average of one parameter, which a topology changes together with its places."""
+        name = self._names.get(id(parameter))
+        return None if name is None else self.values[name]
 
 
 @contextmanager

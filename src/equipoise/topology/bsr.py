@@ -73,6 +73,8 @@ class BSRNet(Algorithm):
                 self._add_noise(layer, topology)
             crossed = layer.parameter * layer.signs <= 0
             if rewires:
+                for tensor in topology.followed(layer.parameter):
+                    tensor.masked_fill_(crossed, 0)  # the refilling may grow the same place again
                 layer.switch_off(crossed, topology.states(layer.parameter))
             else:
                 layer.parameter.masked_fill_(crossed, 0)

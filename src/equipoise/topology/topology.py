@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,18 @@ from equipoise.topology.plan import plan_layers
 from equipoise.world import World
 
 OWNERS = WeakIdKeyDictionary()  # sparse weight -> weak reference to its topology
+
+
+class Follower(Protocol):
+    """Whoever keeps one number per weight beside the optimizer, such as a weight average."""
+
+    def value_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The tensor shaped like a parameter that goes with it; None where it is no parameter of this model."""
+        ...
+
+
+# All of them, and not in a topology: a follower may be made before there is one
+FOLLOWERS: weakref.WeakSet[Follower] = weakref.WeakSet()
 
 
 class Topology:
@@ -52,7 +64,6 @@ class Topology:
         self.updates = 0
         self.world = World.of(model)  # the processes that train the model together
         self.layers = _make_layers(algorithm, unwrap(model))
-        self.followers: list[Callable[[nn.Parameter], Tensor | None]] = []
         self._skipped: list[tuple[nn.Parameter, Tensor]] = []
         self._handles: list[Any] = []
         self._passes = 0  # backward passes of the step so far, where a packed layer must know
@@ -71,8 +82,7 @@ class Topology:
     @staticmethod
     def of(model: nn.Module) -> Topology | None:
         """The topology that is attached to a model."""
-        owners = [OWNERS[p]() for p in model.parameters() if p in OWNERS]
-        return owners[0] if owners else None
+        return next((OWNERS[p]() for p in model.parameters() if p in OWNERS), None)
 
     @property
     def masks(self) -> dict[str, Tensor]:
@@ -229,6 +239,8 @@ class Topology:
         self.apply()
         for layer, count in zip(masked, before, strict=True):
             layer.attached = count, layer.parameter._version
+            for tensor in self.followed(layer.parameter):
+                layer.hide_inactive(tensor)
 
     @torch.no_grad()
     def _after_backward(self, layer: Layer, parameter: Tensor) -> None:
@@ -312,12 +324,17 @@ class Topology:
 
     def states(self, parameter: nn.Parameter) -> Iterator[Tensor]:
         """What changes with a parameter's places: the optimizer's tensors that hold one number per weight (momentum,
-        Adam's moments, whatever it keeps) and, in packed storage, those of whoever follows it."""
+        Adam's moments, whatever it keeps) and those of whoever follows it."""
         for value in self.optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 yield value
-        for follower in self.followers:
-            if (value := follower(parameter)) is not None:
+        yield from self.followed(parameter)
+
+    @staticmethod
+    def followed(parameter: nn.Parameter) -> Iterator[Tensor]:
+        """What followers keep for a parameter."""
+        for follower in FOLLOWERS:
+            if (value := follower.value_of(parameter)) is not None:
                 yield value
 
     def _watch(self) -> None:
