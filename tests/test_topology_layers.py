@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from equipoise.errors import UserError
+from equipoise.sparse import pack
+from equipoise.topology import Static
 from equipoise.topology.layers import select
 
 
@@ -143,3 +145,34 @@ def test_names_are_the_users_own_inside_wrappers() -> None:
     compiled: Any = torch.compile(model, backend="eager")
     for wrapped in (compiled, nn.DataParallel(model), nn.DataParallel(compiled)):
         assert {name: id(w) for name, w in select(wrapped).items()} == {n: id(w) for n, w in select(model).items()}
+
+
+def test_weight_norm_is_refused_by_name_unless_excluded() -> None:
+    with torch.no_grad():  # else it cannot be copied, and so not packed
+        old = nn.utils.weight_norm(nn.Linear(4, 4))
+    model = Named(body=Named(fc=old), head=nn.Linear(4, 2))
+    with pytest.raises(UserError, match=r'"body.fc" has weight_norm.* exclude="body.fc"') as error:
+        Static(sparsity=0.5).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r'"body.fc" has weight_norm'):
+        pack(model, Static(sparsity=0.5))
+    assert list(select(model, exclude="body.fc")) == ["head.weight"]
+    nn.utils.remove_weight_norm(old)
+    assert list(select(model)) == ["body.fc.weight", "head.weight"]
+
+
+def test_parametrized_weights_stay_dense_and_are_named_in_one_warning(recwarn: pytest.WarningsRecorder) -> None:
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 3))
+    model = Named(body=Named(fc=normed, conv=spectral), head=nn.Linear(4, 2))
+    topology = Static(sparsity=0.5).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert list(topology.masks) == ["head.weight"]
+    (warning,) = recwarn.list
+    assert '"body.fc.weight", "body.conv.weight"' in str(warning.message)
+    assert warning.filename == __file__
+    recwarn.clear()
+    select(model, exclude="body.*")
+    assert list(select(model, include=nn.Conv2d)) == ["body.conv.parametrizations.weight.original"]  # as asked for
+    assert not recwarn.list
+    with pytest.raises(UserError, match="has weight_norm"):
+        select(model, include=nn.Linear)

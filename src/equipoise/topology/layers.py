@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.weight_norm import WeightNorm
 
 from equipoise.errors import UserError
 
@@ -65,18 +69,24 @@ def select(
     and nothing frozen.
     `include` and `exclude` hold glob patterns over parameter or module names (``"layer4.*"``) and module types, which
     mean every weight inside a module of that type; `include` replaces the default types. `dense_first` and
-    `dense_last` leave the first and last of them dense.
+    `dense_last` leave the first and last of them dense. A parametrized weight is no parameter and stays dense, which
+    a warning tells; weight normalisation divides by the norm of a row, which may be empty, and is refused.
     """
     model = unwrap(model)
     include, exclude = as_selectors(include), as_selectors(exclude)
     known = [*_candidates(model)]
     _check_selectors(known, [*include, *exclude])
-    chosen = {
-        name: weight
-        for name, inside, weight in known
-        if (_matches(name, inside, include) if include else isinstance(inside[-1], DEFAULT_TYPES))
-        and not _matches(name, inside, exclude)
-    }
+
+    def wanted(name: str, inside: tuple[nn.Module, ...]) -> bool:
+        fits = _matches(name, inside, include) if include else isinstance(inside[-1], DEFAULT_TYPES)
+        return fits and not _matches(name, inside, exclude)
+
+    taken = [(name, inside, weight) for name, inside, weight in known if wanted(name, inside)]
+    chosen = {name: weight for name, _, weight in taken}
+    _refuse_weight_norm(taken)
+    reached = {id(module) for _, inside, _ in taken for module in inside}
+    hidden = [name for name, inside in _parametrized(model) if wanted(name, inside) and id(inside[-1]) not in reached]
+    _warn_of_parametrized(hidden)
     if any(isinstance(weight, UninitializedParameter) for weight in chosen.values()):
         raise UserError("the model has lazy layers without shapes; run one batch through it before attaching")
     names = list(chosen)
@@ -105,6 +115,41 @@ def _candidates(model: nn.Module) -> Iterator[Candidate]:
             if isinstance(weight, UninitializedParameter) or (weight.dim() >= 2 and weight.numel()):
                 refused.add(id(weight))
                 yield f"{prefix}.{name}" if prefix else name, _path(model, prefix), weight
+
+
+def _parametrized(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+    """Every trainable weight that is computed from others, by name, and the modules it is inside."""
+    for prefix, module in model.named_modules():
+        for name, parts in module.parametrizations.items() if is_parametrized(module) else ():
+            if any(p.requires_grad and p.dim() >= 2 for p in parts.parameters()):
+                yield f"{prefix}.{name}" if prefix else name, _path(model, prefix)
+
+
+def _warn_of_parametrized(names: list[str]) -> None:
+    """Whoever asks for a sparse model shall know what of it is not."""
+    if names:
+        listed = ", ".join(f'"{name}"' for name in names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+        warnings.warn(
+            f"parametrized weights stay dense: {listed}; "
+            "torch.nn.utils.parametrize.remove_parametrizations makes them plain again",
+            stacklevel=7,  # whoever called attach()
+        )
+
+
+def _refuse_weight_norm(taken: list[Candidate]) -> None:
+    """g·v/|v| of a row of v without an active weight is 0/0."""
+    for name, inside, _ in taken:
+        owner, _, leaf = name.rpartition(".")
+        hooks = [hook for hook in inside[-1]._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+        old = any(leaf in (f"{hook.name}_g", f"{hook.name}_v") for hook in hooks)
+        new = isinstance(inside[-1], ParametrizationList) and any(
+            isinstance(part, parametrizations._WeightNorm) for part in inside[-1]
+        )
+        if old or new:
+            raise UserError(
+                f'"{owner}" has weight_norm, which makes NaN of an empty row; '
+                f'remove it, or leave the layer dense with exclude="{owner or name}"'
+            )
 
 
 def _path(model: nn.Module, name: str) -> tuple[nn.Module, ...]:
