@@ -137,6 +137,28 @@ def test_scaled_gradients_make_no_difference(algorithm: str) -> None:
     assert_same_tensors(plain[0], scaled[0])
 
 
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("algorithm", ["rigl", "snfs", "mest", "granet"])
+def test_gradients_that_a_fused_optimizer_unscales_make_no_difference(algorithm: str, skip: bool) -> None:
+    """They are still scaled when its hooks look at them."""
+    masks = []
+    for scaled in (False, True):
+        model = perceptron()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+        options = {"step_at_update": "skip"} if skip else {}
+        topology = attach(algorithm, model, optimizer, 40, sparsity=0.7, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=scaled)  # it doubles
+        for step in range(14):
+            inputs, labels = batch(step)
+            scaler.scale(F.cross_entropy(model(inputs), labels)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        masks.append(topology.masks)
+    for name, mask in masks[0].items():
+        assert torch.equal(mask, masks[1][name])
+
+
 def test_an_overflow_that_a_fused_optimizer_handles_itself_does_not_stay() -> None:
     """It is given infinite gradients and a flag, and its hooks run: SNFS must not remember the infinity."""
     model = perceptron()

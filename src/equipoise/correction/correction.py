@@ -225,8 +225,9 @@ class Correction:
     def backward(self, loss_fn: LossFunction, *batch: Any, scale: float = 1.0, index: int | None = None) -> Tensor:
         """Add the corrected gradient of a batch to `.grad` and return its loss.
 
-        scale: multiplies the gradient, for accumulation over k micro-batches (1/k) or loss scaling. index: which of
-        the fixed batches this is (SAGA).
+        scale: multiplies the gradient, for accumulation over k micro-batches (1/k) or loss scaling. The two cannot be
+        told apart, so SNFS, which remembers gradients, remembers scaled ones unless the optimizer is fused and does
+        the unscaling itself: then it knows the factor. index: which of the fixed batches this is (SAGA).
         """
         if self.enabled and due(self.steps_since_refresh, self.estimator.share):
             loss = self._corrected_backward(loss_fn, batch, scale, index)

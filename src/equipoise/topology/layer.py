@@ -26,6 +26,7 @@ class Layer(ABC):
         self.active = self.initial = active
         self.final = final  # differs from `initial` under gradual pruning only
         self.memory: Tensor | None = None  # what an algorithm remembers per place
+        self.loss_scale: Tensor | None = None  # that `gradient` has yet to be divided by, by a fused optimizer
 
     @property
     @abstractmethod

@@ -37,6 +37,8 @@ class SNFS(Dynamic):
         gradient = layer.gradient
         if gradient is None:
             return
+        if layer.loss_scale is not None:  # it changes on the way, and what is remembered would not
+            gradient = gradient / layer.loss_scale.to(gradient)
         memory = torch.zeros_like(gradient) if layer.memory is None else layer.memory.to(gradient)
         # A fused optimizer under AMP steps on an overflow too; one infinity would stay for ever.
         layer.memory = memory.lerp_(gradient.nan_to_num(0, 0, 0), 1 - self.momentum)

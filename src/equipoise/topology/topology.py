@@ -210,6 +210,11 @@ class Topology:
         wish = self.algorithm.dense_gradient
         return wish == "always" or (wish == "at updates" and self.update_is_next)
 
+    @property
+    def _loss_scale(self) -> Tensor | None:
+        """What a GradScaler has told a fused optimizer for the time of its step, to divide the gradients by."""
+        return getattr(self.optimizer, "grad_scale", None)
+
     def _install(self) -> None:
         self._handles = [
             self.optimizer.register_step_pre_hook(self._before_step),
@@ -271,6 +276,7 @@ class Topology:
         self.hide_gradients()
         if self.algorithm.dense_gradient == "always":
             for layer in self.layers:
+                layer.loss_scale = self._loss_scale
                 self.algorithm.observe(layer)
         if self.update_is_next and self._skips_steps:
             # Every optimizer leaves a parameter without gradient alone, its momentum and decay included.
@@ -282,7 +288,8 @@ class Topology:
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         for parameter, gradient in self._skipped:
-            parameter.grad = gradient
+            scale = self._loss_scale
+            parameter.grad = gradient if scale is None else gradient.div_(scale.to(gradient))  # as a step would
         self._skipped = []
         self.apply()
         self.algorithm.after_step(self)
