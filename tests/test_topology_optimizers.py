@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise.errors import UserError
-from equipoise.topology import SET, Dynamic, RigL, Topology
+from equipoise.sparse import pack
+from equipoise.topology import GMP, SET, Algorithm, BSRNet, Dynamic, GraNet, RigL, Topology
 from topology_helpers import SPARSE, assert_sparse, attach, perceptron, train
 
 
@@ -147,6 +148,18 @@ def test_lbfgs_forgets_the_curvature_of_the_old_topology() -> None:
     train(model, optimizer, range(2, 3))
     assert topology.updates == 1
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("algorithm", [GMP(every=2), GraNet(every=2), BSRNet(distribution="erk")])
+def test_lbfgs_follows_packed_weights_that_move_or_become_fewer(algorithm: Algorithm) -> None:
+    model = pack(perceptron(), algorithm)
+    optimizer = make("LBFGS", model)
+    topology = algorithm.attach(model, optimizer, total_steps=12)
+    train(model, optimizer, range(12))
+    assert topology.updates > 3
+    assert not optimizer.state or topology.window is not None
+    assert topology.active == sum(layer.final for layer in topology.layers)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_a_closure_and_a_backward_pass_before_the_step_are_the_same() -> None:

@@ -292,9 +292,12 @@ class Topology:
             parameter.grad = gradient if scale is None else gradient.div_(scale.to(gradient))  # as a step would
         self._skipped = []
         self.apply()
+        before = self.updates
         self.algorithm.after_step(self)
         if self.update_is_next:
             self._update()
+        if self.updates > before:
+            self._restart_lbfgs()
         self._give_newborn_a_step()
         self.steps += 1
         self._one_pass, self._passes = self._passes == 1, 0
@@ -314,9 +317,13 @@ class Topology:
             choice = self.algorithm.choose(layer, self.window, self.steps + 1, generator)
             if choice is not None:
                 layer.rewire(*choice, self.states(layer.parameter))
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            self.optimizer.state.clear()  # steps and curvature of the old topology, all weights in one vector
         self.check_equal()
+
+    def _restart_lbfgs(self) -> None:
+        """It has steps and curvature of the old topology, all weights in one vector, and counts these only once."""
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self.optimizer.state.clear()
+            self.optimizer._numel_cache = None
 
     def _give_newborn_a_step(self) -> None:
         """Rprop multiplies each weight's own step size: from zero, as growth leaves it, it would never come."""
