@@ -30,6 +30,23 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
     return str(error.value)
 
 
+# No weight at all
+
+
+@pytest.mark.parametrize(
+    "algorithm", [SET(sparsity=0.999), GMP(sparsity=0.999, every=2), Static(distribution=[0, 0])]
+)
+def test_a_model_without_an_active_weight_is_refused(algorithm: Algorithm) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    before = copy.deepcopy(model.state_dict())
+    for refused in (lambda: algorithm.attach(model, sgd(model), 20), lambda: pack(model, algorithm)):
+        with pytest.raises(UserError, match="none of the 18 chosen weights would be active") as error:
+            refused()
+        one_line(error)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert Static(sparsity=0.95).attach(model, sgd(model)).active == 1  # one is enough, whatever layer it is in
+
+
 # Attaching twice
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from equipoise.errors import UserError
 from equipoise.seeds import derive
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.layers import select
@@ -29,6 +30,9 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
     chosen = select(model, algorithm.include, algorithm.exclude, algorithm.dense_first, algorithm.dense_last)
     shapes = {name: tuple(weight.shape) for name, weight in chosen.items()}
     initial, final = algorithm.initial_counts(shapes, model), algorithm.final_counts(shapes, model)
+    if not any(final.values()):
+        size = sum(weight.numel() for weight in chosen.values())
+        raise UserError(f"none of the {size} chosen weights would be active; take a lower sparsity or more weights")
     generator = torch.Generator()  # on the CPU: the same initial mask on every device
     planned = []
     for name, weight in chosen.items():
