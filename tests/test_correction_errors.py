@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from correction_oracle import cross_entropy, make_batches, perceptron
-from equipoise.correction import MVR, SAGA, SVRG, Agent, AlphaSVRG, NonFiniteLoss
+from equipoise.correction import MVR, SAGA, SGD, SVRG, Agent, AlphaSVRG, NonFiniteLoss
 from equipoise.errors import UserError
 from equipoise.topology import RigL
 
@@ -69,3 +70,13 @@ def test_wrong_use_is_told() -> None:
     for estimator in (MVR(), SAGA()):
         with pytest.raises(UserError, match="growth"):
             estimator.attach(model, topology)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_name(kind: type[nn.Embedding]) -> None:
+    model = nn.Sequential(kind(20, 8, sparse=True), nn.Flatten(), nn.Linear(24, 3))
+    with pytest.raises(UserError, match=r'^"0" has sparse gradients.*sparse=False$'):
+        Agent().attach(model)
+    SGD().attach(model)  # corrects nothing
+    model[0].requires_grad_(False)
+    Agent().attach(model)

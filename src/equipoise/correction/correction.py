@@ -92,8 +92,18 @@ class Correction:
             raise UserError("a linear coefficient needs total_steps, the steps it falls to zero in, in attach()")
         if not self.parameters:
             raise UserError("the model has no trainable parameter whose gradient could be corrected")
+        if estimator.corrects:
+            self._refuse_sparse_gradients()
         if self._every_place and estimator.corrects and estimator.source in ("previous", "table"):
             raise UserError('growth="corrected" needs old gradients of inactive weights; MVR and SAGA have none')
+
+    def _refuse_sparse_gradients(self) -> None:
+        """A corrected gradient has g̃ of all rows, and an optimizer for sparse gradients would not take it."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+                raise UserError(
+                    f'"{name}" has sparse gradients, which cannot be corrected; make it with sparse=False'
+                )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
