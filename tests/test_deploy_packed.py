@@ -189,9 +189,16 @@ def assert_refused(path: Path, told: str) -> None:
 
 def test_files_that_are_none(tmp_path: Path, small: Path) -> None:
     assert_refused(tmp_path / "nothing", "there is no file")
-    assert_refused(tmp_path, "damaged or not a packed network")
+    assert_refused(tmp_path, "is a folder, not the file of a packed network")
+    assert_refused(tmp_path, "`equipoise export RUN FILE.safetensors` makes one")
+    with pytest.raises(UserError, match=r"is a folder.*equipoise\.save\(model, "):
+        equipoise.load(tmp_path, into=torch.nn.Linear(2, 2))
+    (tmp_path / "net.onnx").write_bytes(b"\x08\x08\x12\x07pytorch\x1a\x05")
+    assert_refused(tmp_path / "net.onnx", "is named as an ONNX model")
+    assert_refused(tmp_path / "net.onnx", "`equipoise export RUN FILE.safetensors` makes one")
     (tmp_path / "text").write_text("hello")
     assert_refused(tmp_path / "text", "damaged or not a packed network")
+    assert_refused(tmp_path / "text", "`equipoise export RUN text` makes one")
     (tmp_path / "empty").touch()
     assert_refused(tmp_path / "empty", "damaged or not a packed network")
     (tmp_path / "pickle").write_bytes(b"\x80\x02cos\nsystem\nq\x00X\x04\x00\x00\x00exitq\x01\x85q\x02R.")

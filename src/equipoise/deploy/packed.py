@@ -91,7 +91,7 @@ def read_file(path: Path, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise UserError(f"there is no file {path}") from None
     except Exception as error:  # safetensors has no one base for what it and torch raise on damaged files
         line = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is damaged or not a packed network: {line}") from None
+        raise UserError(f"{path} is {_what(path, line)}; {_maker(path, key)}") from None
     if header.get("digest") != digest(header, tensors):
         raise UserError(f"{path} is damaged: its checksum does not match")
     return header, tensors
@@ -117,8 +117,23 @@ def _instead(path: Path, metadata: Mapping[str, str], key: str) -> str:
         return f'of a model of one\'s own, which it does not describe: load("{path.name}", into=model)'
     if KEY in metadata:
         return f'of a model that it describes itself: load("{path.name}") without `into`'
-    makes = f"`equipoise export RUN {path.name}`" if key == KEY else f'equipoise.save(model, "{path.name}")'
-    return f"not a packed network; {makes} makes one"
+    return f"not a packed network; {_maker(path, key)}"
+
+
+def _what(path: Path, reason: str) -> str:
+    """What a path leads to that cannot be read."""
+    if path.is_dir():
+        return "a folder, not the file of a packed network"
+    if path.suffix == ".onnx":
+        return "named as an ONNX model, which other programs read, and not a packed network"
+    return f"damaged or not a packed network ({reason})"
+
+
+def _maker(path: Path, key: str) -> str:
+    """How to come by a file of the wanted kind."""
+    name = "FILE.safetensors" if path.is_dir() or path.suffix == ".onnx" else path.name
+    makes = f"`equipoise export RUN {name}`" if key == KEY else f'equipoise.save(model, "{name}")'
+    return f"{makes} makes one"
 
 
 def _unpack(header: Header, tensors: Mapping[str, Tensor]) -> Unpacked:
