@@ -106,6 +106,30 @@ def test_the_file_is_as_small_as_what_is_active(tmp_path: Path) -> None:
         assert torch.equal(found.get_buffer("table"), model.get_buffer("table"))
 
 
+class Slashes(nn.Module):
+    def __init__(self, second: str) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"a/b": nn.Linear(40, 40), "norm/": nn.BatchNorm1d(40)})
+        self.register_parameter(second, nn.Parameter(torch.randn(40)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts["norm/"](self.parts["a/b"](x))  # type: ignore[no-any-return]
+
+
+def test_names_with_slashes(tmp_path: Path) -> None:
+    model = Slashes("x/values").eval()
+    eq.Static(sparsity=0.9).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    eq.save(model, tmp_path / "own")
+    x = torch.randn(3, 40)
+    for dense in (True, False):
+        found = eq.load(tmp_path / "own", dense, into=Slashes("x/values"))
+        torch.testing.assert_close(found(x), model(x).detach())
+    model.register_parameter("x", nn.Parameter(torch.randn(4, 4)))  # whose values are called x/values in the file
+    with pytest.raises(eq.UserError, match='"x/values" is what a part of "x" is called'):
+        eq.save(model, tmp_path / "clash")
+    assert not (tmp_path / "clash").exists()
+
+
 class Told(nn.Linear):
     def get_extra_state(self) -> str:
         return "words"

@@ -33,11 +33,15 @@ def save(model: nn.Module, path: str | os.PathLike[str], values: str = "float32"
         raise UserError(f"{path} exists; force=True writes over it")
     inner = unwrap(model)
     buffers = {name for name, _ in inner.named_buffers()}
+    state = unpack(inner)[0]
     tensors: dict[str, Tensor] = {}
-    for name, tensor in unpack(inner)[0].items():
+    for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise UserError(f'"{name}" of the state_dict is no tensor, and cannot be saved')
-        tensors |= _coded(name, tensor.detach().to("cpu", copy=True), "float32" if name in buffers else values)
+        coded = _coded(name, tensor.detach().to("cpu", copy=True), "float32" if name in buffers else values)
+        if clash := next((key for key in coded if key != name and key in state), None):
+            raise UserError(f'"{clash}" is what a part of "{name}" is called in the file; give it another name')
+        tensors |= coded
     try:
         with written_whole(path) as temporary:
             write_file(temporary, WEIGHTS, {"version": VERSION, "digest": ""}, tensors)
@@ -70,7 +74,7 @@ def _decoded(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) ->
     coded: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, part = key.rpartition("/")
-        if name:
+        if name and key not in shapes:  # a module may have a slash in its own name
             coded.setdefault(name, {})[part] = tensor
         else:
             state[key] = tensor
