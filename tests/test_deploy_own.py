@@ -164,3 +164,21 @@ def test_what_is_not_right_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(eq.UserError, match="is not finite; there is nothing to deploy"):
         eq.save(model, tmp_path / "nan")
     assert not (tmp_path / "nan").exists()
+
+
+class Views(nn.Module):
+    """A forward that relies on the order of its activation in memory, as `view` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.head(y.view(y.shape[0], -1))
+
+
+def test_a_forward_that_views_its_maps_is_loaded(tmp_path: Path) -> None:
+    model, x = Views().eval(), torch.randn(3, 3, 8, 8)
+    eq.save(model, tmp_path / "model")
+    torch.testing.assert_close(eq.load(tmp_path / "model", into=model)(x), model(x))

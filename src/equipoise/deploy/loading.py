@@ -27,11 +27,13 @@ def load(path: str | os.PathLike[str], dense: bool = False, into: nn.Module | No
     executed, and a file that is damaged in any way is refused with a `UserError`.
     """
     model = read_packed(Path(path)).model if into is None else read_own(Path(path), into)
-    return model if dense else with_kernels(model)
+    # in another layout a forward of one's own may fail (`view`), or change a copy in place and not what it flattened
+    layout = torch.channels_last if into is None else torch.preserve_format
+    return model if dense else with_kernels(model, layout)
 
 
-def with_kernels(model: nn.Module) -> nn.Module:
-    """The dense model on the sparse kernels where they win, else in the layout that is fastest for torch.
+def with_kernels(model: nn.Module, layout: torch.memory_format = torch.channels_last) -> nn.Module:
+    """The dense model on the sparse kernels where they win, else in a layout: the default is the fastest for torch.
 
     They win where the sparse layers follow one another: dense ones in between mean leaving the blocked layout and
     coming back, which costs more than it saves (VGG-C at 60 % took 4 times as long for one image as when dense).
@@ -40,7 +42,7 @@ def with_kernels(model: nn.Module) -> nn.Module:
     frozen = freeze(pack(model, masks)) if masks else None
     if isinstance(frozen, Frozen):
         return frozen.eval()
-    return copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return copy.deepcopy(model).to(memory_format=layout)  # type: ignore[call-overload]
 
 
 def sparse_masks(model: nn.Module) -> dict[str, Tensor]:
