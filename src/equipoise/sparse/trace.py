@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,43 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.fx.proxy import Attribute
+
+from equipoise.sparse.aliases import IN_PLACE, is_overwritten
+
+
+class _Symbol(fx.Proxy):
+    """torch's own takes `a += b` for `a = a + b`, which is something else where `a` has another name too."""
+
+    def __getattr__(self, name: str) -> Attribute:
+        return _Part(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node", "root", "attr", "_node"):
+            raise TypeError(f"a graph cannot set .{name} of a tensor")
+        super().__setattr__(name, value)
+
+
+class _Part(_Symbol, Attribute):
+    """An attribute of one, such as `a.data`."""
+
+
+def _in_place(name: str) -> Callable[..., fx.Proxy]:
+    def write_down(self: fx.Proxy, *operands: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, *operands), {})
+
+    return write_down
+
+
+for _name in IN_PLACE:
+    setattr(_Symbol, f"__{_name}__", _in_place(_name))
+
+
+class Tracer(fx.Tracer):
+    """torch's, but what is changed in place is written down as such."""
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Symbol(node, self)
 
 
 def faithful_graph(
@@ -19,7 +57,8 @@ def faithful_graph(
     """The graph of the model's forward; None where it has none, or none that holds for more than this one call.
 
     Tracing runs the forward once on symbols, and whatever Python decides on the way is decided for ever. So it is
-    traced in train and in eval mode, which must agree, and each time it must leave the world as it found it.
+    traced in train and in eval mode, which must agree, and each time it must leave the world as it found it. Nor may
+    it change in place what it looks at again: the graph is for operations that each make a new value.
     modes: those that the graph is for, where it is not for both; True is train mode.
     """
     graphs = [_trace(model, tracer(), training) for training in modes]
@@ -40,7 +79,7 @@ def _trace(model: nn.Module, tracer: fx.Tracer, training: bool) -> fx.Graph | No
             return None
         if drawn():
             return None
-    return graph if _same(before, _state(model)) else None
+    return graph if _same(before, _state(model)) and not is_overwritten(graph, model) else None
 
 
 State = dict[tuple[str, str], tuple[Any, int]]
