@@ -121,6 +121,32 @@ def test_growth_by_any_score_is_the_same_in_both_storages(algorithm: type[Dynami
     assert_same_masks(masked, packed, 5)
 
 
+class Reads(nn.Module):
+    """A forward that takes the weight of a layer: instead of calling it, and beside calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x.flatten(1), self.first.weight, self.first.bias).tanh()
+        x = self.second(x).tanh() + F.linear(x, self.second.weight.t()).sin()
+        penalty = 0.01 * self.head.weight.square().mean() + 0 * self.first.weight.detach().sum()
+        return self.head(x) * (1 + penalty)
+
+
+def reads() -> nn.Module:
+    torch.manual_seed(0)
+    return Reads()
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("algorithm", [Downhill, RigL, GraNet, SNFS])
+def test_growth_sees_the_gradient_of_a_weight_that_a_forward_reads(algorithm: type[Dynamic], micro: int) -> None:
+    masked, packed = both(algorithm(sparsity=0.8, every=5, until=1.0), accumulated(), reads, micro)
+    assert_same_masks(masked, packed, 5)
+
+
 def test_only_growth_that_is_by_magnitude_gets_the_largest_alone() -> None:
     kinds = {kind: kind.needs_largest_only() for kind in (RigL, GraNet, SET, Downhill, OneSided, Mixed)}
     assert kinds == {RigL: True, GraNet: True, SET: False, Downhill: False, OneSided: False, Mixed: False}

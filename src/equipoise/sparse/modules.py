@@ -67,13 +67,12 @@ class PackedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, differentiable in `values`."""
-        flat = self.values.new_zeros(math.prod(self.weight_shape))
-        return flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
+        """The dense weight, differentiable in `values`; its gradient is shown to the watcher.
 
-    def watched_weight(self) -> Tensor:
-        """The same, shown to the watcher in the backward pass."""
-        weight = self.weight
+        A forward may read it instead of calling the layer, and growth must see the gradient of that use too.
+        """
+        flat = self.values.new_zeros(math.prod(self.weight_shape))
+        weight = flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
         if self._is_watched():
             assert self.watcher is not None
             weight.register_hook(self.watcher)
@@ -186,7 +185,7 @@ class PackedConv2d(PackedLayer):
 
     def dense_forward(self, x: Tensor) -> Tensor:
         s = self.shape
-        return F.conv2d(x, self.watched_weight(), self.bias, s.stride, s.padding, s.dilation, s.groups)
+        return F.conv2d(x, self.weight, self.bias, s.stride, s.padding, s.dilation, s.groups)
 
 
 class PackedConv1d(PackedLayer):
@@ -196,7 +195,7 @@ class PackedConv1d(PackedLayer):
 
     def dense_forward(self, x: Tensor) -> Tensor:
         s = self.shape
-        return F.conv1d(x, self.watched_weight(), self.bias, s.stride[1:], s.padding[1:], s.dilation[1:], s.groups)
+        return F.conv1d(x, self.weight, self.bias, s.stride[1:], s.padding[1:], s.dilation[1:], s.groups)
 
 
 class PackedLinear(PackedLayer):
@@ -215,7 +214,7 @@ class PackedLinear(PackedLayer):
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def dense_forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.watched_weight(), self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 def set_data(parameter: Tensor, data: Tensor) -> None:
