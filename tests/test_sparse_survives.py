@@ -163,6 +163,41 @@ def test_half_made_loans_are_dropped_in_silence(monkeypatch: pytest.MonkeyPatch)
     assert not seen
 
 
+# -- attributes
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(6, 4),
+        nn.Conv1d(6, 4, 5, stride=2, padding=1, dilation=2, groups=2),
+        nn.Conv2d(6, 4, (3, 1), stride=(1, 2), padding=(1, 0)),
+        nn.Conv2d(6, 4, 3, padding="same"),
+    ],
+)
+def test_a_packed_layer_has_the_attributes_of_its_layer(layer: nn.Module) -> None:
+    mine = packed_model(nn.Sequential(copy.deepcopy(layer))).get_submodule("0")
+    public = {name for name in vars(layer) if not name.startswith("_")}
+    assert {name: getattr(mine, name) for name in public} == {name: getattr(layer, name) for name in public}
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3, stride=2), nn.Linear(8 * 9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.conv(x).relu()[:, : self.conv.out_channels] * self.conv.stride[0]
+        return self.head(maps.reshape(-1, self.head.in_features))
+
+
+def test_a_forward_may_ask_a_layer_for_its_size() -> None:
+    model, x = Asks(), torch.randn(3, 3, 8, 8)
+    mine = packed_model(model)
+    torch.testing.assert_close(mine(x), model(x))
+    torch.testing.assert_close(freeze(mine)(x), model(x).detach())
+
+
 # -- padding by name, and what has no packed form
 
 

@@ -23,6 +23,11 @@ Watcher = functional.Watcher
 # dense means leaving the blocked layout and coming back: so much per channel, in dense weights' time.
 SPARSE_WEIGHT = 1.45
 CONVERTED_CHANNEL = 80
+# What a layer can be asked for, beside its parameters
+ATTRIBUTES = (
+    "in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation",
+    "groups", "padding_mode", "output_padding", "transposed",
+)  # fmt: skip
 
 
 class PackedLayer(nn.Module):
@@ -250,10 +255,16 @@ def _padding(layer: nn.Conv1d | nn.Conv2d) -> tuple[int, ...] | None:
 
 
 def packed(layer: nn.Module, mask: Tensor) -> PackedLayer | None:
-    """The packed form of a layer, frozen where the layer is; None where it has none."""
+    """The packed form of a layer, frozen where the layer is; None where it has none.
+
+    A forward may ask it for what it asked the layer, such as `in_features` or `kernel_size`.
+    """
     if not is_packable(layer):
         return None
     new = _packed(cast("nn.Linear | nn.Conv2d", layer), mask)
+    for name in ATTRIBUTES:
+        if hasattr(layer, name):
+            setattr(new, name, getattr(layer, name))
     new.values.requires_grad_(cast(Tensor, layer.weight).requires_grad)
     if new.bias is not None:
         new.bias.requires_grad_(cast(Tensor, layer.bias).requires_grad)
