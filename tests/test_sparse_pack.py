@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -209,6 +210,80 @@ def test_packed_models_can_be_copied_saved_and_loaded() -> None:
     theirs = pack(other, sparse(other, 0.5))  # another number of active weights
     theirs.load_state_dict(torch.load(file))
     assert torch.equal(theirs(x), mine(x))
+
+
+class Hoarder(nn.Module):
+    """With state that the forward does not use, does not save, or has in another order; a graph has it all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.head, self.body = nn.Linear(3, 3), nn.Linear(6, 4), nn.Sequential(nn.Conv2d(3, 6, 3))
+        self.body.register_buffer("shift", torch.tensor(0.5), persistent=False)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+        self.register_buffer("kept", torch.tensor(3.0))
+        self.plain = torch.tensor(4.0)
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        x = self.body(x) * self.scale + self.plain
+        x += self.body.shift
+        return self.head(tripled(x.relu()).mean((2, 3))) * factor
+
+
+@fx.wrap
+def tripled(x: Tensor) -> Tensor:
+    return 3 * x
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    copied: nn.Module = pickle.loads(pickle.dumps(model))
+    return copied
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copied: nn.Module = torch.load(file, weights_only=False)
+    return copied
+
+
+COPIES = [copy.deepcopy, pickled, saved]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize(("make", "shape"), [*MODELS, (Hoarder, IMAGES)], ids=[*names, "Hoarder"])
+def test_copies_of_packed_models_are_the_same_models(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    torch.manual_seed(3)
+    model, x = make(), torch.randn(5, *shape)
+    mine = pack(model, sparse(model, 0.3))
+    next(mine.children()).eval()
+    theirs = copied(copied(mine))
+    assert isinstance(theirs, fx.GraphModule) is isinstance(mine, fx.GraphModule)
+    assert [type(module).__name__ for module in theirs.modules()] == [type(m).__name__ for m in mine.modules()]
+    assert [module.training for module in theirs.modules()] == [module.training for module in mine.modules()]
+    assert list(theirs.state_dict()) == list(mine.state_dict())
+    assert [name for name, _ in theirs.named_parameters()] == [name for name, _ in mine.named_parameters()]
+    (out, grads), (wanted, wanted_grads) = gradients(theirs, x), gradients(mine, x)
+    assert torch.equal(out, wanted)
+    assert grads.keys() == wanted_grads.keys()
+    assert all(torch.equal(grads[name], grad) for name, grad in wanted_grads.items())
+    assert describe(theirs) == describe(mine)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize(("make", "shape"), [*MODELS, (Hoarder, IMAGES)], ids=[*names, "Hoarder"])
+def test_copies_of_frozen_models_are_the_same_models(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    torch.manual_seed(3)
+    model, x = make(), torch.randn(5, *shape)
+    frozen = freeze(pack(model, sparse(model, 0.3)))
+    theirs = copied(copied(frozen))
+    assert isinstance(theirs, Frozen) is isinstance(frozen, Frozen)
+    assert torch.equal(theirs(x), frozen(x))
+    assert torch.equal(freeze(theirs)(x), frozen(x))
 
 
 def test_the_parameter_is_the_active_weights() -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from equipoise.sparse import functional, kernels
+from equipoise.sparse import kernels
 from equipoise.sparse.kernels import LANES, Map, byref
 from equipoise.sparse.layout import as_float32, from_blocked, to_blocked
+from equipoise.sparse.model import BLOCKED
 from equipoise.sparse.modules import BlockedBatchNorm, PackedLayer
 from equipoise.sparse.pack import trace
 from equipoise.sparse.program import Program, runs
@@ -23,7 +24,6 @@ FEW = 8  # images below which plane by plane beats side by side
 # but no more than a batch of 128 small ones, for every step has a buffer of its own.
 POSITIONS = 128 * 32 * 32
 MOST_BLOCKS = 8
-BLOCKED = {functional.relu, functional.max_pool, functional.add, functional.avg_pool, functional.flatten}
 
 
 def freeze(model: nn.Module) -> nn.Module:

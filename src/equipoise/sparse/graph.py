@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.sparse import functional
 from equipoise.sparse.layout import from_blocked, to_blocked
+from equipoise.sparse.model import PackedTracer
 from equipoise.sparse.modules import BlockedBatchNorm, PackedConv1d, PackedConv2d, PackedLayer
 
 RELU = {F.relu, torch.relu, torch.relu_, "relu", "relu_"}
@@ -27,6 +28,8 @@ def blocked_graph(graph: fx.Graph, model: nn.Module) -> fx.Graph:
     modules = dict(model.named_modules())
     _fuse(new, modules)
     _set_borders(new, modules)
+    for node in new.nodes:
+        node.type = None  # annotations that are strings keep torch from pickling the graph
     new.lint()
     return new
 
@@ -40,7 +43,7 @@ class _Carrier:
 
     def __init__(self, graph: fx.Graph, modules: dict[str, nn.Module], model: nn.Module) -> None:
         self.old, self.modules, self.model = graph, modules, model
-        self.new = fx.Graph()
+        self.new = fx.Graph(tracer_cls=PackedTracer)
         self.plain: dict[Node, Node] = {}
         self.blocked: dict[Node, Node] = {}
 

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from equipoise.errors import UserError
 from equipoise.sparse import kernels
 from equipoise.sparse.graph import blocked_graph
+from equipoise.sparse.model import PackedModel
 from equipoise.sparse.modules import PackedLayer, is_packable, packed
 from equipoise.sparse.trace import Tracer, faithful_graph
 from equipoise.topology.algorithm import Algorithm
@@ -148,7 +149,7 @@ def _tied(model: nn.Module, path: str) -> str | None:
 
 def _graph_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """The traced model, with whatever state its forward does not touch kept under its name."""
-    traced = fx.GraphModule(model, graph, class_name=type(model).__name__)
+    traced = PackedModel(model, graph, class_name=type(model).__name__)
     have = dict(traced.named_modules())
     for name, module in model.named_modules(remove_duplicate=False):
         if name and name not in have and any(True for _ in module.state_dict()):
