@@ -103,9 +103,36 @@ class Remembers(Small):
         return x
 
 
+class WithoutGradients(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.norm(self.conv(x)).relu()
+        return self.head(y.mean((2, 3)))
+
+
+class WithShortNumbers(Small):
+    def between(self, x: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.matmul(x, x.transpose(2, 3)).float()
+
+
+class OwnNorm(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu() - 1
+
+
+class HasOwnNorm(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = OwnNorm(8)
+
+    def between(self, x: Any) -> Any:
+        return self.norm(x)
+
+
 UNFAITHFUL: list[type[Small]] = [
     FunctionalDropout, TrainBranch, NormBranch, Attention, TorchDepth, PythonDepth, NumpyDepth, ReadsWeight,
-    MakesTensor, Counts, CountsInBuffer, Remembers,
+    MakesTensor, Counts, CountsInBuffer, Remembers, WithoutGradients, WithShortNumbers, HasOwnNorm,
 ]  # fmt: skip
 
 
@@ -129,8 +156,23 @@ def test_what_a_forward_decides_in_python_is_decided_at_every_call(
             seed()
             wanted = model.train(training)(x)
             seed()
-            torch.testing.assert_close(mine.train(training)(x), wanted)
+            out = mine.train(training)(x)
+            torch.testing.assert_close(out, wanted)
+    wanted.sum().backward()
+    out.sum().backward()
+    learning = {name.replace("values", "weight") for name, p in mine.named_parameters() if p.grad is not None}
+    assert learning == {name for name, p in model.named_parameters() if p.grad is not None}
     assert unpack(mine)[0].keys() == model.state_dict().keys()
+
+
+class QuietNorm(nn.BatchNorm2d):
+    """With an option of its own, but torch's forward."""
+
+
+class HasQuietNorm(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = QuietNorm(8)
 
 
 class UsesPlain(Small):
@@ -138,7 +180,7 @@ class UsesPlain(Small):
         return x * self.plain + self.scale
 
 
-@pytest.mark.parametrize("kind", [Small, UsesPlain])
+@pytest.mark.parametrize("kind", [Small, UsesPlain, HasQuietNorm])
 def test_what_can_be_traced_is(kind: type[Small]) -> None:
     model, x = kind(), torch.rand(6, 2, 6, 6)
     mine = packed_model(model)
@@ -172,7 +214,7 @@ def test_each_module_keeps_its_own_mode(kind: type[Small], training: bool) -> No
     assert {name: module.training for name, module in model.named_modules() if name}["norm"] is not training
 
 
-@pytest.mark.parametrize("kind", [FunctionalDropout, TrainBranch, NormBranch])
+@pytest.mark.parametrize("kind", [FunctionalDropout, TrainBranch, NormBranch, WithoutGradients])
 def test_freezing_has_one_mode_and_needs_no_other(kind: type[Small]) -> None:
     model, x = kind(), torch.rand(9, 2, 6, 6)
     frozen = freeze(packed_model(model.train()))

@@ -36,8 +36,9 @@ def freeze(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model).eval().requires_grad_(False)
     if not kernels.available():
         return model
-    # a forward that looks at `self.training` cannot be traced for training, but here there is one mode only
-    traced = model if isinstance(model, fx.GraphModule) else trace(copy.deepcopy(model), modes=(False,))
+    # a forward that looks at `self.training` or uses no_grad cannot be traced for training, but here is one mode only
+    with torch.no_grad():
+        traced = model if isinstance(model, fx.GraphModule) else trace(copy.deepcopy(model), modes=(False,))
     parts = None if traced is None else _parts(traced)
     return model if traced is None or parts is None else Frozen(traced, *parts)
 

@@ -19,7 +19,7 @@ class PackedTracer(Tracer):
     """What unpickling traces the code of a packed model with: its operations are not to be looked into."""
 
     def __init__(self) -> None:
-        super().__init__(autowrap_functions=(to_blocked, from_blocked, *BLOCKED))
+        super().__init__((to_blocked, from_blocked, *BLOCKED))
 
 
 class PackedModel(fx.GraphModule):

@@ -14,7 +14,7 @@ from equipoise.errors import UserError
 from equipoise.sparse import kernels
 from equipoise.sparse.graph import blocked_graph
 from equipoise.sparse.model import PackedModel
-from equipoise.sparse.modules import PackedLayer, is_packable, packed
+from equipoise.sparse.modules import BlockedBatchNorm, PackedLayer, is_packable, packed
 from equipoise.sparse.trace import Tracer, faithful_graph
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.plan import plan_layers
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 
 class _Tracer(Tracer):
-    """Packed layers and norms are leaves, like torch's own layers."""
+    """Packed layers and norms are leaves, like torch's own layers; not norms whose forward is their own."""
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
-        return isinstance(module, (PackedLayer, _BatchNorm)) or super().is_leaf_module(module, qualified_name)
+        ours = isinstance(module, (PackedLayer, BlockedBatchNorm))
+        norm = isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
+        return ours or norm or super().is_leaf_module(module, qualified_name)
 
 
 def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) -> nn.Module:
@@ -43,8 +45,9 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
 
     A model that torch.fx can trace keeps its activations in the blocked layout from layer to layer; any other runs
     with conversions around each packed layer. Not traced either is a model whose forward does in Python what tracing
-    would write down once and for all: look at `self.training`, draw random numbers, read a packed weight or set
-    attributes; or one that changes a tensor in place and then uses it by its old name. `unpack` is the way back.
+    would write down once and for all, or not at all: look at `self.training`, draw random numbers, read a packed
+    weight, set attributes, use `torch.no_grad`; or one that changes a tensor in place and then uses it by its old
+    name. `unpack` is the way back.
 
     What does not survive: a traced model is an `fx.GraphModule` with the forward of the class but none of its other
     methods, and hooks on packed layers and on the norms after them are gone. The weight of a packed layer is a vector

@@ -45,10 +45,25 @@ for _name in IN_PLACE:
 
 
 class Tracer(fx.Tracer):
-    """torch's, but what is changed in place is written down as such."""
+    """torch's, but what is changed in place is written down as such, and a change of torch's modes is not lost."""
+
+    def __init__(self, functions: tuple[Callable[..., Any], ...] = ()) -> None:
+        """functions: not to be looked into."""
+        super().__init__(autowrap_functions=functions)
+        self._modes = _modes()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self._modes:
+            raise RuntimeError("a graph has no place for no_grad and autocast")
+        return super().create_node(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Symbol(node, self)
+
+
+def _modes() -> tuple[bool, bool, torch.dtype]:
+    """What a `with` statement in a forward may change for the operations within."""
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
 def faithful_graph(
