@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from equipoise import SET
 from equipoise.errors import UserError
 from equipoise.models.resnet import resnet18
 from equipoise.models.vgg import vgg_c
@@ -373,3 +374,11 @@ def test_wrong_types_and_padding_modes_are_refused() -> None:
             nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")),
             {"0.weight": torch.ones(1, 1, 3, 3).bool()},
         )
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_what_an_algorithm_refuses_is_told_before_the_model_is_copied() -> None:
+    """torch cannot copy a layer with the old weight_norm, and says so in many lines."""
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(16, 32)), nn.ReLU(), nn.Linear(32, 4))
+    with pytest.raises(UserError, match=r'^"0" has weight_norm'):
+        pack(model, SET(sparsity=0.9))

@@ -54,12 +54,13 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
     called `values`; an optimizer that leaves vectors out of weight decay by `ndim` must go by name instead. Frozen
     weights stay frozen. Tied weights cannot be packed.
     """
+    plan = plan_layers(what, model) if isinstance(what, Algorithm) else []  # what it refuses may not be copied
     model = copy.deepcopy(model)
     if isinstance(what, Mapping):
         for name, mask in what.items():
             _pack_layer(model, name, mask)
     elif isinstance(what, Algorithm):
-        for planned in plan_layers(what, model):
+        for planned in plan:
             mask = torch.zeros(planned.weight.numel(), dtype=torch.bool).index_fill_(0, planned.active, True)
             layer = _pack_layer(model, planned.name, mask.view(planned.weight.shape))
             layer.final, layer.memory = planned.final, what.bits_to_remember(planned.weight.detach())
