@@ -147,6 +147,7 @@ def test_names_are_the_users_own_inside_wrappers() -> None:
         assert {name: id(w) for name, w in select(wrapped).items()} == {n: id(w) for n, w in select(model).items()}
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_weight_norm_is_refused_by_name_unless_excluded() -> None:
     with torch.no_grad():  # else it cannot be copied, and so not packed
         old = nn.utils.weight_norm(nn.Linear(4, 4))

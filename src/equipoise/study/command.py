@@ -39,11 +39,10 @@ def study_command(
     if reproduction is not None:
         from equipoise.study.reproduction import write_page
 
-        problems = write_page(results, reproduction)
-        for problem in problems:
+        for problem in write_page(results, reproduction):
             console.print(problem, markup=False, highlight=False, soft_wrap=True)
         console.print(f"written: {reproduction}")
-        return not problems
+        return True
     if file is None:
         for name in packaged_studies():
             console.print(f"{name:<28}{read_design(name).title}")
