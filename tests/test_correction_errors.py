@@ -37,6 +37,32 @@ def test_a_loss_that_is_not_finite_names_its_batch(name: str, bad: float, monkey
     assert not correction.enabled
 
 
+@pytest.mark.parametrize("estimator", [MVR(), SAGA()], ids=["MVR", "SAGA"])
+def test_a_gradient_that_overflowed_is_not_remembered(estimator: MVR | SAGA) -> None:
+    """As a GradScaler provokes it, which then skips the step."""
+    model, batches = perceptron(), make_batches(3)
+    correction = estimator.attach(model)
+    finite = []
+    for epoch in range(4):
+        correction.refresh(batches, cross_entropy)
+        for i, batch in enumerate(batches):
+            overflows = (epoch, i) in ((0, 0), (2, 1))
+            correction.backward(cross_entropy, *batch, scale=1e308 * 1e10 if overflows else 2.0, index=i)
+            finite.append(all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None))
+            model.zero_grad()
+    assert [i for i, sound in enumerate(finite) if not sound] == [0, 7]
+
+
+def test_mvr_takes_no_micro_batches() -> None:
+    """It would renew its estimate within the step."""
+    model, batches = perceptron(), make_batches(2)
+    correction = MVR().attach(model)
+    correction.refresh(batches, cross_entropy)
+    with pytest.raises(UserError, match=r"scale=0.5: MVR takes the batch of a step at once"):
+        correction.backward(cross_entropy, *batches[0], scale=0.5)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_wrong_use_is_told() -> None:
     model, batches = perceptron(), make_batches(4)
     replay = SVRG(way="replay").attach(model)

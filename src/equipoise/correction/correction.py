@@ -237,8 +237,11 @@ class Correction:
 
         scale: multiplies the gradient, for accumulation over k micro-batches (1/k) or loss scaling. The two cannot be
         told apart, so SNFS, which remembers gradients, remembers scaled ones unless the optimizer is fused and does
-        the unscaling itself: then it knows the factor. index: which of the fixed batches this is (SAGA).
+        the unscaling itself: then it knows the factor. MVR keeps one estimate a step and takes no micro-batches:
+        below 1 it is refused. index: which of the fixed batches this is (SAGA).
         """
+        if scale < 1 and self.estimator.source == "previous":
+            raise UserError(f"scale={scale}: MVR takes the batch of a step at once, and not in micro-batches")
         if self.enabled and due(self.steps_since_refresh, self.estimator.share):
             loss = self._corrected_backward(loss_fn, batch, scale, index)
         else:

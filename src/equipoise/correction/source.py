@@ -224,7 +224,8 @@ class Previous(Source):
         return self.coordinates.known_to(older)
 
     def after(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
-        self._estimate = new if delta is None else new + delta
+        """An overflow, after which a GradScaler skips the step, leaves the estimate as it was: it would stay."""
+        self._estimate = finite_or(new if delta is None else new + delta, self._estimate)
         self.snapshot.take()
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,7 +273,7 @@ class Table(Source):
 
     def after(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
         assert index is not None
-        row = new.to(self.dtype)
+        row = finite_or(new, self._rows.get(index)).to(self.dtype)  # an overflow would stay in the mean
         if self._mean is not None:
             # by the difference of what is stored, so that the mean stays that of the table
             self._mean = self._mean + (row.to(new.dtype) - self._rows[index].to(new.dtype)) / self._batches
@@ -284,6 +285,12 @@ class Table(Source):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rows, self._mean = dict(state["rows"]), state["mean"]
         self._batches, self._known = state["batches"], state["known"]
+
+
+def finite_or(new: Tensor, old: Tensor | None) -> Tensor:
+    """A gradient that overflowed anywhere is replaced by the one before, or zero; nothing leaves the device."""
+    instead = torch.zeros_like(new) if old is None else old.to(new.dtype)
+    return torch.where(new.isfinite().all(), new, instead)
 
 
 SOURCES: dict[Way, type[Source]] = {
