@@ -12,7 +12,7 @@ from PIL import Image
 
 import equipoise.data as data
 from equipoise.data.folder_loader import FolderLoader
-from equipoise.data.picture import ResizedCrop, centre_box, cut
+from equipoise.data.picture import ResizedCrop, centre_box, cut, decode
 from equipoise.errors import UserError
 
 CLASSES = ("ant", "bee", "cat")
@@ -56,10 +56,26 @@ def test_labels_are_the_sorted_class_folders(root):
     assert set(held.train.names) | set(held.validation.names) == set(splits.train.names)
 
 
+def test_sixteen_bits_of_grey_become_eight_and_unknown_ranges_are_refused(tmp_path):
+    grey = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(grey).save(tmp_path / "grey.tif")
+    for name in ("grey.png", "grey.tif"):
+        pixels = np.asarray(decode(tmp_path / name))
+        assert pixels.shape == (8, 8, 3)
+        np.testing.assert_array_equal(pixels[..., 1], grey // 256)
+    for name, values in (("i.tif", grey.astype(np.int32)), ("f.tif", grey.astype(np.float32) / 65535)):
+        Image.fromarray(values).save(tmp_path / name)
+        with pytest.raises(UserError, match=f"{name} cannot be read as an image .*32 bits a pixel of no known range"):
+            decode(tmp_path / name)
+
+
 def test_of_val_and_test_the_first_is_for_validation(tmp_path):
     write_pictures(tmp_path, ("train", "val", "test"), each=1)
     splits = data.load("folder", tmp_path)
     assert splits.validation is not None
+    with pytest.raises(UserError, match="validation=1: the data has validation images of its own"):
+        data.load("folder", tmp_path, validation=1)
     assert (splits.validation.root.name, splits.test.root.name) == ("val", "test")
 
 

@@ -74,6 +74,8 @@ class Splits:
     def hold_out(self, count: int, seed: int) -> Splits:
         """The same splits with `count` training images, chosen by `seed`, held out for validation."""
         require_whole("validation", count, 1)
+        if self.validation is not None:
+            raise UserError(f"validation={count}: the data has validation images of its own; leave it out")
         total = len(self.train)
         if count >= total:
             raise UserError(f"validation={count} leaves none of the {total} training images to train on")

@@ -58,11 +58,15 @@ def centre_box(width: int, height: int, zoom: float) -> Box:
 
 
 def decode(path: Path) -> Image:
-    """The picture in a file, as RGB."""
+    """The picture in a file, as RGB; 16-bit grey is scaled down to 8."""
     from PIL import Image
 
     try:
         with Image.open(path) as picture:
+            if picture.mode in ("I", "F"):
+                raise ValueError(f"mode {picture.mode}, 32 bits a pixel of no known range; save it with 8 or 16")
+            if picture.mode.startswith("I;16"):  # which `convert` would cut off at 255
+                return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
             return picture.convert("RGB")
     except FileNotFoundError:
         raise UserError(f"image folder: no {path.name} in {path.parent.absolute()}; it was there before") from None
