@@ -84,7 +84,9 @@ def test_each_way_and_checkpoint_is_what_the_run_computes(run: Path, x: Tensor, 
 
 
 def test_state_dict_has_the_usual_keys(run: Path, x: Tensor, command: Command, tmp_path: Path) -> None:
-    assert command("export", run, "weights.safetensors", "--format", "state_dict")[0] == 0
+    status, out, _ = command("export", run, "weights.safetensors", "--format", "state_dict")
+    assert status == 0
+    assert "images go in as (x - mean) / std" in out
     model: Any = MODELS["small"](classes=10, channels=1, size=8)
     model.load_state_dict(load_file("weights.safetensors"))
     own = cli._open(run).parts.model

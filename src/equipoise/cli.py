@@ -231,6 +231,8 @@ def export(
     deploy.check_request(out, format_, values, weights, force)
     deploy.export(deploy.network_of(_open(run, best), weights), out, format_, values, force)
     console.print(f"{out}: {size(out.stat().st_size)}")
+    if format_ == "state_dict":
+        console.print("safetensors; images go in as (x - mean) / std, which the file's metadata has")
 
 
 @app.command()
