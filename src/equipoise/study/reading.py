@@ -106,7 +106,13 @@ def _read_arms(folder: Path, study: str, arms: list[str], problems: list[str]) -
 def _differences(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """What two seeds of one arm differ in but where and how they ran."""
     keys = sorted({*recipe, *other} - {"seed", "device", "storage", "checkpoint"})
-    return [key for key in keys if recipe and other and recipe.get(key) != other.get(key)]
+    return [key for key in keys if recipe and other and _asked(recipe.get(key)) != _asked(other.get(key))]
+
+
+def _asked(part: Any) -> Any:
+    """A part of a recipe without the way of a correction, which is chosen by the memory that there is."""
+    options = {"name": part} if isinstance(part, str) else part
+    return {key: value for key, value in options.items() if key != "way"} if isinstance(options, dict) else options
 
 
 def _read_run(folder: Path, problems: list[str]) -> Study:
