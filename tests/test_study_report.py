@@ -157,6 +157,24 @@ def test_a_run_that_diverged_is_named_with_its_arm(results: Path) -> None:
     assert "✓ holds" in page.all("span")
 
 
+def test_the_days_of_the_runs_are_told_as_one_span(results: Path) -> None:
+    assert "2026-11-15" in page_of(results)
+    assert " to 2026" not in page_of(results)
+    late = result_json("SGD", 1)
+    late["environment"] = {**late["environment"], "date": "2026-11-17"}
+    write_result(result_file(results / "s", "SGD", 1), late)
+    assert "2026-11-15 to 2026-11-17" in page_of(results)
+
+
+def test_a_run_that_learned_nothing_is_named(results: Path) -> None:
+    idle = result_json("SGD", 1)
+    idle["epochs"] = [{**line, "train_loss": 2.3} for line in idle["epochs"]]
+    write_result(result_file(results / "s", "SGD", 1), idle)
+    page = Page(page_of(results))
+    assert "SGD, seed 1: learned nothing, its loss did not fall" in page.all("li")
+    assert any("SGD learned nothing (seed 1)" in words for words in page.all("p"))
+
+
 def test_the_data_of_the_charts_is_that_of_the_files(results: Path) -> None:
     (text,) = [t for t in Page(page_of(results)).all("script") if t.startswith("[")]
     (study,) = json.loads(text)

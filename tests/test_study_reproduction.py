@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_an_arm_that_diverged_is_named_and_loses(tmp_path: Path) -> None:
     assert claim[1:] == ["", "", "", "holds: MVR diverged (seed 0)"]
     assert "| MVR | 0 | diverged |  |  |  |" in page
     assert "| MVR | accuracy, epoch 20 | 62.6 % | diverged |" in page
+
+
+def test_a_run_that_learned_nothing_is_named(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    for arm, loss in (("MVR", 2.3), ("AGENT+MVR", 1.1)):
+        put(results, arm, 0, {20: 0.1, 40: 0.1})
+        file = result_file(results / "mvr", arm, 0)
+        value = json.loads(file.read_text())
+        value["epochs"] = [{**line, "train_loss": of} for line, of in zip(value["epochs"], (2.3, loss), strict=True)]
+        write_result(file, value)
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert page.count("Learned nothing: MVR, seed 0.") == 1
+    claim = row(page, "AGENT with MVR has a higher accuracy than MVR after 20 epochs")
+    assert claim[-1] == "does not hold: MVR learned nothing (seed 0)"
 
 
 @pytest.mark.parametrize(

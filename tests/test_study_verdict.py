@@ -1,4 +1,4 @@
-"""Verdicts on claims: by seed, with runs that diverged."""
+"""Verdicts on claims: by seed, with runs that diverged or learned nothing."""
 
 import math
 from dataclasses import replace
@@ -149,3 +149,37 @@ def test_arms_that_both_diverged_do_not_differ() -> None:
 def test_what_is_measured_at_the_end_is_unknown_of_a_run_that_diverged() -> None:
     found = with_lost(replace(result("B", 0, [0.3]), measured={"variance": 1.0}), lost("T", 0, [0.2]))
     assert judge(found, Claim("", "B", "T", "variance")).why == "T has no variance"
+
+
+# Runs that learned nothing
+
+
+def with_losses(of: Result, losses: list[float | None]) -> Result:
+    epochs = [replace(epoch, train_loss=loss) for epoch, loss in zip(of.epochs, losses, strict=True)]
+    return replace(of, epochs=tuple(epochs))
+
+
+@pytest.mark.parametrize(
+    ("losses", "stuck"),
+    [
+        ([2.3036, 2.3031, 2.3034], True),
+        ([1.5, 1.2, 2.4], True),
+        ([2.3, 2.29, 2.27], False),
+        ([0.0, 0.0, 0.0], False),
+        ([None, None, None], False),
+        ([2.3, None, None], False),
+    ],
+)
+def test_a_run_whose_loss_does_not_fall_learned_nothing(losses: list[float | None], stuck: bool) -> None:
+    assert with_losses(result("T", 0, [0.1, 0.1, 0.1]), losses).stuck is stuck
+
+
+def test_a_verdict_says_which_arm_learned_nothing() -> None:
+    idle = with_losses(result("T", 1, [0.1, 0.1]), [2.3, 2.3])
+    found = study(result("B", 0, [0.1, 0.5]), result("B", 1, [0.1, 0.6]), result("T", 0, [0.1, 0.4]), idle)
+    verdict = judge(found, Claim("", "B", "T"))
+    assert (verdict.word, verdict.why) == ("holds", "T learned nothing (seed 1)")
+    assert verdict.gain.mean == pytest.approx(0.3)  # type: ignore[union-attr]
+    assert judge(found, Claim("", "T", "B")).why == "T learned nothing (seed 1)"
+    alone = study(result("B", 0, [0.1, 0.5]), result("T", 0, [0.1, 0.4]), idle)
+    assert judge(alone, Claim("", "B", "T")).why == ""  # of a seed that is not compared

@@ -190,12 +190,14 @@ def _provenance(study: Study) -> str:
     ran = {*study.diverged, *(arm for arm, results in study.results.items() if results)}
     missing = [arm for arm in study.results if arm not in ran and arm not in study.budgets]
     diverged = [f"{arm}, seed {r.seed}: {r.diverged}" for arm, lost in study.diverged.items() for r in lost]
+    stuck = [f"{result.arm}, seed {result.seed}" for result in study.stuck]
     untimed = any(result.epochs[-1].seconds is None for results in study.results.values() for result in results)
     return (
         f"Run on {'; '.join(sorted(seen))}."
         + (f" {UNTIMED}." if untimed else "")
         + (f" Not run: {', '.join(missing)}." if missing else "")
         + (f" Diverged: {'; '.join(diverged)}." if diverged else "")
+        + (f" Learned nothing: {'; '.join(stuck)}." if stuck else "")
     )
 
 

@@ -62,6 +62,12 @@ class Result:
     measured: Mapping[str, float] = field(default_factory=dict)
     diverged: str = ""
 
+    @property
+    def stuck(self) -> bool:
+        """Whether it learned nothing: its training loss has not fallen by a hundredth since the first epoch."""
+        losses = [epoch.train_loss for epoch in self.epochs if epoch.train_loss is not None]
+        return len(losses) > 1 and losses[-1] > 0.99 * losses[0] > 0
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -110,6 +116,11 @@ class Study:
     shows: tuple[str, ...] = ()
     diverged: Mapping[str, tuple[Result, ...]] = field(default_factory=dict)
     budgets: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def stuck(self) -> tuple[Result, ...]:
+        """The finished runs that learned nothing: a comparison with one says little about its method."""
+        return tuple(result for results in self.results.values() for result in results if result.stuck)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,11 +41,18 @@ def surely(verdicts: Iterable[Verdict]) -> int:
 
 @dataclass(frozen=True)
 class Side:
-    """An arm of a claim: its metric by seed, and the seeds that diverged before it could be taken."""
+    """An arm of a claim: its metric by seed, the seeds that diverged before it could be taken, the stuck ones."""
 
     arm: str
     values: dict[int, float]
     lost: tuple[int, ...]
+    stuck: tuple[int, ...]
+
+    def remarks(self, seeds: Sequence[int]) -> Iterator[str]:
+        """What is to be known of its runs with these seeds."""
+        for what, some in (("diverged", self.lost), ("learned nothing", self.stuck)):
+            if of := [str(seed) for seed in some if seed in seeds]:
+                yield f"{self.arm} {what} (seed {', '.join(of)})"
 
 
 def judge(study: Study, claim: Claim) -> Verdict:
@@ -78,7 +85,8 @@ def _side(study: Study, claim: Claim, arm: str) -> Side:
     # what is measured on final weights says nothing about a run that has none
     lost = () if claim.metric in MEASURED else tuple(r.seed for r in diverged if r.seed not in values)
     worst = math.inf if claim.metric in LOWER_IS_BETTER else -math.inf
-    return Side(arm, values | dict.fromkeys(lost, worst), lost)
+    stuck = tuple(result.seed for result in study.stuck if result.arm == arm)
+    return Side(arm, values | dict.fromkeys(lost, worst), lost, stuck)
 
 
 def _lasted(diverged: Result, at: int | None) -> bool:
@@ -93,10 +101,9 @@ def _compare(claim: Claim, seeds: Sequence[int], first: Side, second: Side) -> V
         gains[seed] = 0.0 if a == b else b - a if lower else a - b
     sound = [seed for seed in seeds if seed not in first.lost + second.lost]
     better, than = ([side.values[seed] for seed in sound] for side in (first, second))
-    lost = {side.arm: [seed for seed in side.lost if seed in seeds] for side in (first, second)}
     return Verdict(
         _word([*gains.values()], claim.margin),
-        why="; ".join(f"{arm} diverged (seed {', '.join(map(str, of))})" for arm, of in lost.items() if of),
+        why="; ".join([*first.remarks(seeds), *second.remarks(seeds)]),
         seeds=len(seeds),
         better=spread(better),
         than=spread(than),

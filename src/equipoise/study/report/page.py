@@ -107,7 +107,7 @@ def _environments(results: Sequence[Result]) -> list[str]:
         if result.epochs and result.epochs[-1].seconds is None:
             found["seconds left out where runs shared the device or did not tell their start-up apart"] = None
     days = sorted({str(r.environment["date"]) for r in results if r.environment.get("date")})
-    return [*found, *days[:1], *([f"to {days[-1]}"] if len(days) > 1 else [])]
+    return [*found, *([" to ".join(dict.fromkeys((days[0], days[-1])))] if days else [])]
 
 
 def _claims(studies: Sequence[Study]) -> Markup:
@@ -146,7 +146,7 @@ def _study(index: int, study: Study, charts: Sequence[Chart], alone: bool) -> Ma
         tag("p", f"In the paper: {', '.join(study.shows)}", class_="about") if study.shows else "",
         tag("noscript", tag("p", "The charts need scripts; the tables below hold their numbers.")) if figures else "",
         tag("div", figures, class_="charts single" if len(study.results) == 1 else "charts"),
-        tag("ul", [tag("li", line) for line in _diverged(study)], class_="problems") if study.diverged else "",
+        tag("ul", [tag("li", line) for line in failed], class_="problems") if (failed := _failed(study)) else "",
         comparison_table(study) if len(study.results) > 1 else "",
         arms_table(study),
         paper_table(study) or "",
@@ -156,8 +156,9 @@ def _study(index: int, study: Study, charts: Sequence[Chart], alone: bool) -> Ma
     )
 
 
-def _diverged(study: Study) -> list[str]:
-    return [f"{arm}, seed {r.seed}: diverged, {r.diverged}" for arm, lost in study.diverged.items() for r in lost]
+def _failed(study: Study) -> list[str]:
+    diverged = [f"{r.arm}, seed {r.seed}: diverged, {r.diverged}" for lost in study.diverged.values() for r in lost]
+    return diverged + [f"{r.arm}, seed {r.seed}: learned nothing, its loss did not fall" for r in study.stuck]
 
 
 def _settings(study: Study) -> Markup:
