@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mvr": {"topology": SET, "correction": "mvr"},
     "saga": {"topology": SET, "correction": "saga"},
     "at": {"topology": SET, "objective": {"name": "at", "steps": 1}, "correction": "agent"},
+    "at with clean images": {"topology": SET, "objective": {"name": "at", "steps": 1, "clean_fraction": 0.3}},
 }
 
 

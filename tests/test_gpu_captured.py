@@ -56,6 +56,10 @@ CASES: dict[str, dict[str, Any]] = {
         for name in ("at", "trades", "mart", "mixed")
         for way in ("sgd", "recompute", "running")
     },
+    "objective at with clean images": {
+        "topology": SET,
+        "objective": {"name": "at", "steps": 2, "clean_fraction": 0.3},
+    },
     "clipping": {"topology": SET, "clip": 0.5},
 }
 
@@ -102,7 +106,10 @@ def test_captured_steps_train_as_eager_ones_do(name: str) -> None:
     assert sum(int((a != b).sum()) for a, b in masks) <= 0.01 * eager.parts.topology.size
 
 
-@pytest.mark.parametrize("case", ["topology rigl", "correction replay", "objective at recompute"])
+COMPILED = ("topology rigl", "correction replay", "objective at recompute", "objective at with clean images")
+
+
+@pytest.mark.parametrize("case", COMPILED)
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_compiled_steps_train_as_eager_ones_do(case: str, precision: str) -> None:
     extra = {"precision": precision, "epochs": 1}
