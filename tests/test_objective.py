@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from equipoise.errors import UserError
 from equipoise.objective import OBJECTIVES, AdversarialTraining, Mart, Mixed, Standard, Trades
 from equipoise.objective.attack import PGD
+from equipoise.sparse import pack
+from equipoise.topology import Static
 
 Array = np.ndarray
 ADVERSARIAL = ["at", "trades", "mart", "mixed"]
@@ -160,6 +164,29 @@ def test_at_mixes_in_the_clean_loss(fraction: float) -> None:
     expected += fraction * cross_entropy(problem.logits(problem.x), problem.y)
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     np.testing.assert_allclose(logits.detach().numpy(), perturbed, rtol=1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_clean_images_leave_no_trace_in_running_statistics(packed: bool) -> None:
+    """Equal after a step to those of attacked images alone; the gradient is that of both losses."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)
+    )
+    model(torch.zeros(2, 3, 8, 8))
+    if packed:
+        model = pack(model, Static(sparsity=0.5))
+    x, adversarial, y = torch.rand(8, 3, 8, 8), torch.rand(8, 3, 8, 8), torch.arange(8) % 4
+    attacked, clean = copy.deepcopy(model), copy.deepcopy(model)
+    for images, peer in ((adversarial, attacked), (x, clean)):
+        nn.functional.cross_entropy(peer(images), y).backward()
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    loss, _ = AdversarialTraining(clean_fraction=0.25).loss(model, adversarial, y, x)
+    loss.backward()
+    torch.testing.assert_close(dict(model.named_buffers()), dict(attacked.named_buffers()), rtol=0, atol=0)
+    assert any(not torch.equal(value, before[name]) for name, value in model.named_buffers())
+    for own, one, two in zip(model.parameters(), attacked.parameters(), clean.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, 0.75 * one.grad + 0.25 * two.grad)
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
