@@ -97,11 +97,12 @@ def test_an_arm_that_diverged_is_named_and_loses(tmp_path: Path) -> None:
 
 def test_a_run_that_learned_nothing_is_named(tmp_path: Path) -> None:
     results = tmp_path / "results"
-    for arm, loss in (("MVR", 2.3), ("AGENT+MVR", 1.1)):
-        put(results, arm, 0, {20: 0.1, 40: 0.1})
+    for arm, last in (("MVR", 2.3), ("AGENT+MVR", 1.1)):
+        put(results, arm, 0, dict.fromkeys((10, 20, 25, 30, 40), 0.1))
         file = result_file(results / "mvr", arm, 0)
         value = json.loads(file.read_text())
-        value["epochs"] = [{**line, "train_loss": of} for line, of in zip(value["epochs"], (2.3, loss), strict=True)]
+        for line in value["epochs"]:
+            line["train_loss"] = last if line["epoch"] == 40 else 2.3
         write_result(file, value)
     write_page(results, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()

@@ -390,6 +390,15 @@ def test_divergence_is_a_result_that_is_kept_and_shown(tmp_path: Path) -> None:
     assert (value["finished"], value["epochs"], value["result"]) == (True, [], {})
 
 
+@pytest.mark.filterwarnings("ignore:the network learned nothing")
+def test_a_run_that_learned_nothing_is_said_to(tmp_path: Path) -> None:
+    arms = {"SGD": {"optimizer": {"lr": 0.5}}, "idle": {"optimizer": {"lr": 1e-12}}}
+    _, lines = run(write_study(tmp_path, arms, seeds=[0], set={"epochs": 5}), tmp_path)
+    assert [line.endswith(" s, learned nothing") for line in lines] == [False, True]
+    (found,) = read_results(tmp_path / "results").studies
+    assert [result.arm for result in found.stuck] == ["idle"]
+
+
 def test_a_run_that_diverges_late_keeps_its_epochs(tmp_path: Path) -> None:
     wild = {"optimizer": {"lr": 1e-30}, "schedule": {"name": "piecewise", "milestones": [0.5], "factors": [1e60]}}
     run(write_study(tmp_path, {"wild": wild}, seeds=[0]), tmp_path)

@@ -162,20 +162,20 @@ def with_losses(of: Result, losses: list[float | None]) -> Result:
 @pytest.mark.parametrize(
     ("losses", "stuck"),
     [
-        ([2.3036, 2.3031, 2.3034], True),
-        ([1.5, 1.2, 2.4], True),
-        ([2.3, 2.29, 2.27], False),
-        ([0.0, 0.0, 0.0], False),
-        ([None, None, None], False),
-        ([2.3, None, None], False),
+        ([2.3036, 2.3031, 2.3034, 2.3035, 2.3034], True),
+        ([1.5, 1.2, 1.1, 2.4, 2.4], True),
+        ([2.3, 2.29, 2.29, 2.28, 2.27], False),
+        ([2.3, 2.3, 2.3, 2.3], False),  # too early to say
+        ([0.0] * 5, False),
+        ([None] * 5, False),
     ],
 )
 def test_a_run_whose_loss_does_not_fall_learned_nothing(losses: list[float | None], stuck: bool) -> None:
-    assert with_losses(result("T", 0, [0.1, 0.1, 0.1]), losses).stuck is stuck
+    assert with_losses(result("T", 0, [0.1] * len(losses)), losses).stuck is stuck
 
 
 def test_a_verdict_says_which_arm_learned_nothing() -> None:
-    idle = with_losses(result("T", 1, [0.1, 0.1]), [2.3, 2.3])
+    idle = with_losses(result("T", 1, [0.1] * 5), [2.3] * 5)
     found = study(result("B", 0, [0.1, 0.5]), result("B", 1, [0.1, 0.6]), result("T", 0, [0.1, 0.4]), idle)
     verdict = judge(found, Claim("", "B", "T"))
     assert (verdict.word, verdict.why) == ("holds", "T learned nothing (seed 1)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,15 @@ def test_training_accuracy_and_loss_are_those_of_the_epochs_batches() -> None:
     assert made.history[0]["train_loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert made.history[0]["train_accuracy"] == pytest.approx(expected.accuracy)
     assert "averaged" not in made.history[0]["scores"]
+
+
+@pytest.mark.parametrize(("lr", "epochs", "warns"), [(1e-12, 5, True), (1e-12, 4, False), (0.5, 5, False)])
+def test_a_run_that_learned_nothing_is_warned_about(lr: float, epochs: int, warns: bool) -> None:
+    made = trainer(epochs=epochs, optimizer={"name": "sgd", "lr": lr})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.run()
+    assert any("the network learned nothing" in str(warning.message) for warning in caught) is warns
 
 
 def test_held_out_images_judge_the_epochs_and_the_test_images_the_run() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from equipoise.files import write_whole
 from equipoise.train.folder import strict
+from equipoise.train.meter import learned_nothing
 
 VERSION = 1
 DIGITS = 6  # significant digits of the floats in a file
@@ -64,9 +65,8 @@ class Result:
 
     @property
     def stuck(self) -> bool:
-        """Whether it learned nothing: its training loss has not fallen by a hundredth since the first epoch."""
-        losses = [epoch.train_loss for epoch in self.epochs if epoch.train_loss is not None]
-        return len(losses) > 1 and losses[-1] > 0.99 * losses[0] > 0
+        """Whether it learned nothing; a run without losses is not suspected."""
+        return learned_nothing([epoch.train_loss for epoch in self.epochs if epoch.train_loss is not None])
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def run_job(job: Job) -> str:
             value["measured"] = measurements(trainer, job.folder / ALONG_FILE)
         write_result(job.result, value)
         scores = ", ".join(f"{way} {percent(s['accuracy'])}" for way, s in result["test"].items())
-        return f"{scores}, {trainer.seconds:.1f} s"
+        return f"{scores}, {trainer.seconds:.1f} s" + (", learned nothing" if trainer.learned_nothing else "")
 
 
 def _diverged(job: Job, trainer: Trainer, error: NonFiniteLoss) -> str:

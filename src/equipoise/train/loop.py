@@ -25,13 +25,17 @@ from equipoise.train.evaluate import Score, score_three_ways
 from equipoise.train.finite import check_loss, check_weights, clip_gradients
 from equipoise.train.folder import RunFolder, strict
 from equipoise.train.layers import describe_layers
-from equipoise.train.meter import Meter
+from equipoise.train.meter import Meter, learned_nothing
 from equipoise.train.parts import autocast, make_parts
 from equipoise.train.recipe import Recipe, split
 from equipoise.train.state import restore, state_of
 from equipoise.train.watch import Watcher
 from equipoise.world import ALONE, World
 
+STUCK = (
+    "the network learned nothing: its training loss has not fallen since the first epoch. Units of very sparse "
+    "layers can fall silent for good: try another learning rate, less sparsity or another seed"
+)
 CHECK_EVERY = 50  # steps between looks at the losses on a GPU, where each look waits for the device
 
 
@@ -111,7 +115,14 @@ class Trainer:
         finally:
             self._random = Random(self.parts.device)
             self.watcher.end()
+        if self.learned_nothing and self.world.leads:
+            warnings.warn(STUCK, stacklevel=2)
         return self.result()
+
+    @property
+    def learned_nothing(self) -> bool:
+        """Whether the training loss is where it was after the first epoch, or above."""
+        return learned_nothing([line["train_loss"] for line in self.history if line.get("train_loss") is not None])
 
     # One epoch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,3 +56,8 @@ class Meter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sums.copy_(state["sums"])
+
+
+def learned_nothing(losses: Sequence[float]) -> bool:
+    """Whether a training loss by epoch ends less than a hundredth below where it began; in five epochs at least."""
+    return len(losses) >= 5 and losses[-1] > 0.99 * losses[0] > 0
