@@ -85,7 +85,7 @@ def _side(study: Study, claim: Claim, arm: str) -> Side:
     # what is measured on final weights says nothing about a run that has none
     lost = () if claim.metric in MEASURED else tuple(r.seed for r in diverged if r.seed not in values)
     worst = math.inf if claim.metric in LOWER_IS_BETTER else -math.inf
-    stuck = tuple(result.seed for result in study.stuck if result.arm == arm)
+    stuck = tuple(result.seed for result in study.results.get(arm, ()) if result.stuck)
     return Side(arm, values | dict.fromkeys(lost, worst), lost, stuck)
 
 
