@@ -104,16 +104,21 @@ def test_results_that_cannot_be_meant_are_named(tmp_path: Path) -> None:
     assert [result.seed for result in read_results(folder).studies[0].results["SGD"]] == [0, 1]
 
 
-def test_seeds_may_have_run_elsewhere_and_in_another_way(tmp_path: Path) -> None:
+def test_seeds_may_have_run_elsewhere_and_in_a_way_of_the_same_estimate(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "s", ["AGENT"])
-    for seed, change in enumerate(
-        [{"correction": "agent"}, {"correction": {"name": "agent", "way": "replay"}, "storage": "packed"}]
-    ):
+    changes: list[dict[str, Any]] = [
+        {"correction": "agent"},
+        {"correction": {"name": "agent", "way": "replay"}, "storage": "packed"},
+        {"correction": {"name": "agent", "way": "recompute"}},
+        {"correction": {"name": "agent", "way": "running"}},
+    ]
+    for seed, change in enumerate(changes):
         value = result_json("AGENT", seed)
         write_result(result_file(folder, "AGENT", seed), {**value, "recipe": {**value["recipe"], **change}})
     reading = read_results(folder)
-    assert [result.seed for result in reading.studies[0].results["AGENT"]] == [0, 1]
-    assert reading.problems == ()
+    assert [result.seed for result in reading.studies[0].results["AGENT"]] == [0, 1, 2]
+    (problem,) = reading.problems
+    assert problem.endswith("agent-seed3.json: left out: its recipe is not that of seed 0: correction")
 
 
 def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:

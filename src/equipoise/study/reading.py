@@ -110,9 +110,10 @@ def _differences(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> list[st
 
 
 def _asked(part: Any) -> Any:
-    """A part of a recipe without the way of a correction, which is chosen by the memory that there is."""
+    """A part of a recipe without what memory chose: whether old gradients are computed again or replayed."""
     options = {"name": part} if isinstance(part, str) else part
-    return {key: value for key, value in options.items() if key != "way"} if isinstance(options, dict) else options
+    chosen = isinstance(options, dict) and options.get("way") in ("recompute", "replay")
+    return {key: value for key, value in options.items() if key != "way"} if chosen else options
 
 
 def _read_run(folder: Path, problems: list[str]) -> Study:
