@@ -209,7 +209,9 @@ def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     for place in range(len(content)):
         damaged = bytearray(content)
         damaged[place] ^= 0xFF
-        read_damaged(tmp_path / "a", bytes(damaged))
+        (tmp_path / "a").write_bytes(bytes(damaged))
+        with pytest.raises(DamagedCheckpoint):
+            load(tmp_path / "a")
 
 
 @settings(max_examples=150, deadline=None)
