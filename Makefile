@@ -37,7 +37,7 @@ test-gpu:
 
 # Half an hour: kills, damaged files and wrong input at length; writes docs/reliability.md.
 test-faults: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py --page docs/reliability.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/helpers/faults.py --page docs/reliability.md
 
 bench: .venv/installed
 	$(BIN)/python bench/topology.py

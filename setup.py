@@ -7,9 +7,9 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "equipoise.sparse._kernels",
-            sources=sorted(glob("src/equipoise/sparse/c/*.c")),
-            depends=["src/equipoise/sparse/c/kernels.h"],
+            "equipoise.kernels._kernels",
+            sources=sorted(glob("src/equipoise/kernels/c/*.c")),
+            depends=["src/equipoise/kernels/c/kernels.h"],
             extra_compile_args=["-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-Wno-psabi"],
             optional=True,
         )

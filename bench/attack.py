@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.objective.attack import PGD, under_attack
+from equipoise.objectives.attack import PGD, under_attack
 
 STEPS = 10
 VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512)  # 0: pooling

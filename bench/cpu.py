@@ -34,12 +34,12 @@ from torch import Tensor, nn
 
 from equipoise.correction import Agent
 from equipoise.deploy import Blueprint, Network, write_packed
+from equipoise.deploy.frozen import freeze
 from equipoise.models.resnet import resnet18
 from equipoise.models.vgg import vgg_c
-from equipoise.sparse.frozen import freeze
-from equipoise.sparse.pack import pack
 from equipoise.topology import SET
 from equipoise.topology.distribution import active_counts
+from equipoise.topology.packing import pack
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"vgg_c": vgg_c, "resnet18": resnet18}
 TARGETS = {

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from equipoise.study.reading import read_results
-from equipoise.study.results import Result
+from equipoise.studies.reading import read_results
+from equipoise.studies.results import Result
 
 EPOCHS = 25  # in all of these pipelines the learning rate falls later
 PAIRS = {

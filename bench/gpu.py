@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from equipoise.train import Trainer, apply_overrides, make_recipe, read_recipe
-from equipoise.train.evaluate import Score
+from equipoise.training import Trainer, apply_overrides, make_recipe, read_recipe
+from equipoise.training.evaluate import Score
 
 ROOT = Path(__file__).parents[1]
 WARM = 2  # epochs before the clock starts: compiling, capturing, the first snapshot
@@ -121,7 +121,7 @@ def measure(case: Case, data: str, extra: list[str]) -> Timing:
 def start_up(data: str) -> list[float]:
     """Seconds of fresh processes from the start to the end of the first step, with what is compiled already."""
     code = (
-        "import torch\nfrom equipoise.train import *\n"
+        "import torch\nfrom equipoise.training import *\n"
         f"t = Trainer(make_recipe(apply_overrides(read_recipe('vgg_c-set-itop'), ['data.root={data}'])))\n"
         "t._begin_capture(); t.parts.model.train(); t._step(()); torch.cuda.synchronize()"
     )

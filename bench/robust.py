@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from equipoise.correction import SGD, Agent, Correction, Estimator
 from equipoise.models import resnet18, small
-from equipoise.objective import AdversarialTraining, Objective, Standard
+from equipoise.objectives import AdversarialTraining, Objective, Standard
 from equipoise.topology import BSRNet
-from equipoise.train.optimizer import SGDW
+from equipoise.training.optimizers import SGDW
 
 OBJECTIVE = AdversarialTraining()
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -12,10 +12,10 @@ from os import PathLike
 from torch.nn import Module
 
 from equipoise import models
-from equipoise.average import Average
 from equipoise.correction import MVR, SAGA, SGD, SVRG, Agent, AgentMVR, AlphaSVRG, Correction, FixedC
 from equipoise.errors import UserError
 from equipoise.topology import GMP, MEST, SET, SNFS, BSRNet, Dense, GraNet, RigL, Static, Topology
+from equipoise.topology.ema import Average
 
 __version__ = "0.1.0.dev0"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from equipoise.catalogue import Catalogue
 from equipoise.correction.agent import Agent, AgentNoGamma, AgentReducedRate, FixedC
 from equipoise.correction.correction import Correction
+from equipoise.correction.cost import Plan
 from equipoise.correction.estimator import Estimator
 from equipoise.correction.finite import NonFiniteLoss
 from equipoise.correction.mvr import MVR, AgentMVR
-from equipoise.correction.plan import Plan
 from equipoise.correction.saga import SAGA
 from equipoise.correction.svrg import SGD, SVRG, AlphaSVRG
 

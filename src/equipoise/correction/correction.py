@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.correction.averaging import average_gradients
+from equipoise.correction.active_vector import Coordinates
+from equipoise.correction.all_reduce import average_gradients
 from equipoise.correction.coefficient import Weight
-from equipoise.correction.coordinates import Coordinates
+from equipoise.correction.containers import as_tuple, copied
+from equipoise.correction.cost import Plan, make_plan
 from equipoise.correction.estimator import Estimator
 from equipoise.correction.finite import check_finite
-from equipoise.correction.nested import as_tuple, copied
-from equipoise.correction.plan import Plan, make_plan
+from equipoise.correction.modes import SOURCES, TABLE_TYPES, Old, Pair
 from equipoise.correction.probe import Decision, decide
 from equipoise.correction.snapshot import Random, Snapshot, without_trace
-from equipoise.correction.source import SOURCES, TABLE_TYPES, Old, Pair
-from equipoise.correction.statistics import Statistics
+from equipoise.correction.step_statistics import Statistics
 from equipoise.errors import UserError
 from equipoise.seeds import derive
 from equipoise.topology import Topology

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.sparse.modules import PackedLayer, set_data
-from equipoise.topology.layers import unwrap
+from equipoise.storage.packed_modules import PackedLayer, set_data
+from equipoise.topology.selection import unwrap
 
 
 class Random:

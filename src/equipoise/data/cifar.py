@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from equipoise.data.dataset_files import Source
 from equipoise.data.images import Images, Splits
 from equipoise.data.plain_pickle import read_plain_pickle
-from equipoise.data.source import Source
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 ROW = 3 * 32 * 32  # a row: the red plane, then green, then blue

@@ -15,7 +15,7 @@ from equipoise.data.checks import require_whole
 from equipoise.data.images import Folder
 from equipoise.data.loader import unit
 from equipoise.data.order import Order
-from equipoise.data.picture import ResizedCrop, centre_box, cut, decode
+from equipoise.data.pictures import ResizedCrop, centre_box, cut, decode
 from equipoise.errors import UserError
 from equipoise.seeds import derive
 

@@ -1,8 +1,8 @@
 """Deployment: trained networks as small files, and modules that run from them with the sparse kernels."""
 
+from equipoise.deploy.blueprint import Blueprint, Network
+from equipoise.deploy.custom import save
 from equipoise.deploy.loading import load
-from equipoise.deploy.network import Blueprint, Network
-from equipoise.deploy.own import save
-from equipoise.deploy.packed import read_packed, write_packed
+from equipoise.deploy.packed_file import read_packed, write_packed
 
 __all__ = ["Blueprint", "Network", "load", "read_packed", "save", "write_packed"]

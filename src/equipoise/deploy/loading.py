@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from equipoise.deploy.own import read_own
-from equipoise.deploy.packed import read_packed
-from equipoise.sparse import available, freeze, pack
-from equipoise.sparse.frozen import Frozen
-from equipoise.sparse.modules import packed
+from equipoise.deploy.custom import read_own
+from equipoise.deploy.frozen import Frozen, freeze
+from equipoise.deploy.packed_file import read_packed
+from equipoise.kernels.library import available
+from equipoise.storage.pack import pack_masks
+from equipoise.storage.packed_modules import packed
 
 
 def load(path: str | os.PathLike[str], dense: bool = False, into: nn.Module | None = None) -> nn.Module:
@@ -39,7 +40,7 @@ def with_kernels(model: nn.Module, layout: torch.memory_format = torch.channels_
     coming back, which costs more than it saves (VGG-C at 60 % took 4 times as long for one image as when dense).
     """
     masks = sparse_masks(model) if available() else {}
-    frozen = freeze(pack(model, masks)) if masks else None
+    frozen = freeze(pack_masks(model, masks)) if masks else None
     if isinstance(frozen, Frozen):
         return frozen.eval()
     return copy.deepcopy(model).to(memory_format=layout)  # type: ignore[call-overload]

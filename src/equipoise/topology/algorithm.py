@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from equipoise.config import shown
 from equipoise.errors import UserError
 from equipoise.topology.distribution import Distribution, Shapes, active_counts
-from equipoise.topology.layers import Selector, as_selectors
 from equipoise.topology.schedule import Decay, Window, decay
+from equipoise.topology.selection import Selector, as_selectors
 
 if TYPE_CHECKING:
-    from equipoise.topology.layer import Layer
+    from equipoise.storage.layer import Layer
     from equipoise.topology.topology import Topology
 
 
@@ -27,7 +27,7 @@ class Algorithm:
 
     sparsity: share of the chosen weights that is zero.
     distribution: `erk` (default), `er`, `uniform`, `bsr`, or explicit densities by name pattern or in order.
-    include, exclude, dense_first, dense_last: which weights (see `equipoise.topology.layers.select`).
+    include, exclude, dense_first, dense_last: which weights (see `equipoise.topology.selection.select`).
     seed: of the initial mask and of random growth.
     """
 

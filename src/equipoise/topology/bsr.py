@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.seeds import derive
-from equipoise.sparse.bits import pack_bits
+from equipoise.storage.bitmap import pack_bits
+from equipoise.storage.layer import Layer
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.distribution import Distribution, Shapes
-from equipoise.topology.layer import Layer
 
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from equipoise.errors import UserError
+from equipoise.storage.layer import Layer
 from equipoise.topology.algorithm import Dynamic
 from equipoise.topology.distribution import Shapes, active_counts
-from equipoise.topology.layer import Layer
 from equipoise.topology.schedule import Window
 
 

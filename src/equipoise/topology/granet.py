@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from equipoise.storage.layer import Layer
 from equipoise.topology.gmp import GMP
-from equipoise.topology.layer import Layer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from equipoise.seeds import derive
+from equipoise.storage.masked import ACTIVE
 from equipoise.topology.bsr import NEWBORN, BSRNet
-from equipoise.topology.masked import ACTIVE
 
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology

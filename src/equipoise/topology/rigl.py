@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import UserError
+from equipoise.storage.layer import Layer
 from equipoise.topology.algorithm import Dynamic
-from equipoise.topology.layer import Layer
 
 
 @dataclass(frozen=True, kw_only=True)

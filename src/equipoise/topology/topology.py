@@ -16,13 +16,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from equipoise.errors import UserError
 from equipoise.seeds import derive
+from equipoise.storage.layer import Layer
+from equipoise.storage.masked import MaskedLayer
 from equipoise.topology.algorithm import Algorithm, Dynamic
-from equipoise.topology.checks import check_attaching, check_state
-from equipoise.topology.layer import Layer
-from equipoise.topology.layers import unwrap
-from equipoise.topology.masked import MaskedLayer
-from equipoise.topology.packed import packed_weights
-from equipoise.topology.plan import plan_layers
+from equipoise.topology.attach_checks import check_attaching, check_state
+from equipoise.topology.initial import plan_layers
+from equipoise.topology.packing import packed_weights
+from equipoise.topology.selection import unwrap
 from equipoise.world import World
 
 OWNERS = WeakIdKeyDictionary()  # sparse weight -> weak reference to its topology

@@ -1,0 +1,53 @@
+"""What can be chosen by name, as `equipoise list` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from equipoise.catalogue import Catalogue
+from equipoise.data import DATASETS
+from equipoise.studies.design import packaged_studies, read_design
+from equipoise.studies.metrics import METRICS
+from equipoise.studies.robust import JUDGES
+from equipoise.training.recipe import CATALOGUES, packaged_recipes
+
+PLURALS = {"topology": "topologies"}
+NOTES = {
+    "recipes": "equipoise train RECIPE [OVERLAY ...] [key=value ...], such as\n"
+    "equipoise train bsr-vgg16-cifar10-at agent bsr-own-schedule topology.sparsity=0.9",
+    "topologies": "Every dynamic topology is also there as NAME-itop, on ITOP's schedule.",
+    "attacks": "equipoise eval RUN --attack NAME",
+    "studies": "equipoise study NAME --data DIR",
+    "metrics": "What a claim of a study is about.",
+}
+
+
+def all_kinds() -> Catalogue[Mapping[str, str]]:
+    """Names and what they mean, by kind."""
+    kinds: dict[str, Mapping[str, str]] = {"recipes": packaged_recipes()}
+    kinds |= {PLURALS.get(name, f"{name}s"): catalogue.describe() for name, catalogue in CATALOGUES.items()}
+    kinds |= {"data": DATASETS.describe(), "attacks": JUDGES.describe()}
+    kinds["studies"] = {name: read_design(name).title for name in packaged_studies()}
+    kinds["metrics"] = METRICS.describe()
+    return Catalogue("kind", kinds)
+
+
+def lines_of(kind: str, entries: Mapping[str, str]) -> Iterator[str]:
+    """One line for each name; those of recipes under the family that their description begins with."""
+    width = max(map(len, entries), default=0)
+    for family, members in _families(entries).items() if kind == "recipes" else [("", entries)]:
+        if family:
+            yield f"  {family}"
+        for name, line in members.items():
+            yield f"{'    ' if family else '  '}{name:<{width}}  {line}"
+    if kind in NOTES:
+        yield from NOTES[kind].splitlines()
+
+
+def _families(recipes: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """`family: description` taken apart; overlays, which are no recipes by themselves, last."""
+    families: dict[str, dict[str, str]] = {}
+    for name, line in recipes.items():
+        family, _, description = line.partition(": ")
+        families.setdefault(family, {})[name] = description
+    return dict(sorted(families.items(), key=lambda item: item[0].startswith("overlay")))

@@ -1,0 +1,299 @@
+"""Operations on blocked activations, with gradients: convolution, normalisation and what goes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.grad import conv2d_weight
+
+from equipoise.errors import UserError
+from equipoise.kernels import arena
+from equipoise.kernels import library as kernels
+from equipoise.kernels.arena import NO_BORDER, Border
+from equipoise.kernels.blocked import Blocked, unblock
+from equipoise.kernels.library import LANES, Map, Norm, byref
+from equipoise.kernels.taps import ConvShape, Pattern
+
+IDENTITY, FIXED, BATCH = range(3)
+MAPS = frozenset(field[0] for field in Norm._fields_ if field[1] is Map)
+Watcher = Callable[[Tensor], None]
+
+
+def conv(
+    x: Blocked,
+    values: Tensor,
+    bias: Tensor | None,
+    pattern: Pattern,
+    border: Border = NO_BORDER,
+    relu: bool = False,
+    watcher: Watcher | None = None,
+) -> Blocked:
+    """Sparse convolution; `border` is what the next layer wants around the result. ReLU for inference only.
+
+    watcher: is shown the gradient of all places of the weight in the backward pass.
+    """
+    size = (x.data.shape[2], x.data.shape[3])
+    watch = None if watcher is None else (watcher, x.images)
+    y = _Conv.apply(x.data, values, bias, pattern, border, relu, x.grad_border, watch)
+    return x.with_data(y, pattern.shape.grad_border(size))
+
+
+def linear(x: Blocked, values: Tensor, bias: Tensor | None, pattern: Pattern, relu: bool = False) -> Blocked:
+    """Sparse linear layer: a 1x1 convolution on 1x1 maps, with blocks of images as positions."""
+    return conv(x, values, bias, pattern, NO_BORDER, relu)
+
+
+def _strided(x: Tensor, stride: tuple[int, int]) -> Map:
+    """`x` with steps from one output position to the next."""
+    described = kernels.describe(x)
+    described.sh *= stride[0]
+    described.sw *= stride[1]
+    return described
+
+
+def _input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, border: Border) -> Tensor:
+    """The same kernel on the transposed pattern; a strided layer takes one pass per phase of its stride."""
+    shape, taps, library = pattern.shape, pattern.transposed, kernels.library()
+    dy = arena.with_border(dy, shape.grad_border((size[2], size[3])))
+    taps.load(values, dy.stride(1), dy.stride(2))
+    dx = arena.take((size[0], size[1], size[2], size[3]), border)
+    for phase in range(taps.phases):
+        row, column = divmod(phase, shape.stride[1])
+        target = dx[:, :, row :: shape.stride[0], column :: shape.stride[1]]
+        if target.numel():
+            library.eq_conv(
+                byref(kernels.describe(dy)),
+                byref(kernels.describe(target)),
+                taps.taps.data_ptr(),
+                taps.start_of_phase(phase),
+                taps.blocks,
+                taps.reach,
+                None,
+                0,
+                kernels.threads(),
+            )
+    return dx
+
+
+def _weight_grad(x: Tensor, dy: Tensor, values: Tensor, pattern: Pattern, bias: bool) -> tuple[Tensor, Tensor | None]:
+    taps = pattern.forward
+    dy = arena.with_border(dy, NO_BORDER)
+    taps.place(x.stride(1), x.stride(2))
+    dvalues = torch.empty_like(values)
+    dbias = values.new_empty(pattern.shape.out_channels) if bias else None
+    kernels.library().eq_conv_grad(
+        byref(_strided(x, pattern.shape.stride)),
+        byref(kernels.describe(dy)),
+        *map(kernels.pointer, (taps.taps, taps.start, taps.order)),
+        taps.blocks,
+        taps.reach,
+        *map(kernels.pointer, (dvalues, dbias)),
+        kernels.threads(),
+    )
+    return dvalues, dbias
+
+
+def _dense_weight_grad(x: Tensor, dy: Tensor, images: int, shape: ConvShape) -> Tensor:
+    """The gradient of active and inactive places alike, by torch."""
+    size = (shape.out_channels, shape.in_channels // shape.groups, *shape.kernel)
+    plain, gradient = unblock(x, images), unblock(dy, images)
+    return conv2d_weight(plain, size, gradient, shape.stride, shape.padding, shape.dilation, shape.groups)
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        pattern: Pattern,
+        border: Border,
+        relu: bool,
+        grad_border: Border,
+        watch: tuple[Watcher, int] | None,
+    ) -> Tensor:
+        shape, taps = pattern.shape, pattern.forward
+        shape.check_channels(x.shape[1])
+        x = arena.with_border(x, shape.padding)
+        y = arena.take((x.shape[0], shape.out_channels, *shape.output((x.shape[2], x.shape[3]))), border)
+        taps.load(values, x.stride(1), x.stride(2))
+        kernels.library().eq_conv(
+            byref(_strided(x, shape.stride)),
+            byref(kernels.describe(y)),
+            *map(kernels.pointer, (taps.taps, taps.start)),
+            taps.blocks,
+            taps.reach,
+            kernels.pointer(bias),
+            relu,
+            kernels.threads(),
+        )
+        ctx.save_for_backward(x, values)
+        ctx.pattern, ctx.has_bias, ctx.grad_border, ctx.watch = pattern, bias is not None, grad_border, watch
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, values = ctx.saved_tensors
+        dx = dvalues = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = _input_grad(dy, values, ctx.pattern, x.shape, ctx.grad_border)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            dvalues, dbias = _weight_grad(x, dy, values, ctx.pattern, ctx.has_bias)
+            if ctx.watch is not None:
+                watcher, images = ctx.watch
+                watcher(_dense_weight_grad(x, dy, images, ctx.pattern.shape))
+        return dx, dvalues, dbias, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What one pass over an activation does, in this order: normalise, add a residual, ReLU, 2x2 max-pool."""
+
+    norm: int = IDENTITY
+    relu: bool = False
+    pool: bool = False
+    eps: float = 1e-5
+    momentum: float = 0.0
+    border: Border = NO_BORDER
+
+
+def fused(
+    x: Blocked,
+    how: Fused,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    running: tuple[Tensor, Tensor] | None = None,
+    residual: Blocked | None = None,
+) -> Blocked:
+    """BatchNorm (by batch or running statistics), residual add, ReLU and 2x2 max-pool in one pass."""
+    if residual is not None and (how.pool or residual.plain_shape != x.plain_shape):
+        raise UserError(
+            f"a residual must have the shape of what it is added to, {x.plain_shape}, not {residual.plain_shape}"
+        )
+    if how.pool:
+        check_pool(x.dims, (x.data.shape[2], x.data.shape[3]), (2, 2))
+    if how.norm == BATCH and x.images * x.data.shape[2] * x.data.shape[3] < 2:
+        raise UserError("BatchNorm in train mode needs more than one value per channel")
+    other = None if residual is None else residual.data
+    other_border = NO_BORDER if residual is None else residual.grad_border
+    out = _Fused.apply(x.data, other, gamma, beta, how, running, x.images, x.grad_border, other_border)
+    return x.with_data(out)
+
+
+def check_pool(dims: int, size: tuple[int, int], kernel: tuple[int, int]) -> None:
+    """Windows lie within the map, as in torch; without two axes of a map they would lie along others than torch's."""
+    if dims != 4:
+        raise UserError(f"pooling in a packed model takes a batch of 4 dimensions, not {dims}")
+    if size[0] < kernel[0] or size[1] < kernel[1]:
+        raise UserError(f"a map of {size[0]}x{size[1]} is too small for pooling by {kernel[0]}x{kernel[1]}")
+
+
+def _norm_arguments(how: Fused, images: int, tensors: dict[str, Tensor | None]) -> Norm:
+    described = {
+        name: kernels.describe(tensor) if name in MAPS else tensor.data_ptr()
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+    return Norm(
+        images=images, norm=how.norm, relu=how.relu, pool=how.pool, eps=how.eps, momentum=how.momentum, **described
+    )
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        how: Fused,
+        running: tuple[Tensor, Tensor] | None,
+        images: int,
+        grad_border: Border,
+        residual_border: Border,
+    ) -> Tensor:
+        x = arena.with_border(x, NO_BORDER)
+        if residual is not None:
+            residual = arena.with_border(residual, NO_BORDER)
+        blocks, channels, height, width, _ = x.shape
+        size = (height // 2, width // 2) if how.pool else (height, width)
+        out = arena.take((blocks, channels, *size), how.border)
+        mean, inv = x.new_empty(2, channels)
+        running_mean, running_var = running or (None, None)
+        tensors = {
+            "y": x, "out": out, "residual": residual, "gamma": gamma, "beta": beta,
+            "running_mean": running_mean, "running_var": running_var, "mean": mean, "inv": inv,
+        }  # fmt: skip
+        kernels.library().eq_norm(byref(_norm_arguments(how, images, tensors)), kernels.threads())
+        ctx.save_for_backward(x, residual, gamma, beta, mean, inv)
+        ctx.how, ctx.images, ctx.borders = how, images, (grad_border, residual_border)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, residual, gamma, beta, mean, inv = ctx.saved_tensors
+        grad = arena.with_border(grad, NO_BORDER)
+        shape = (x.shape[0], x.shape[1], x.shape[2], x.shape[3])
+        dx = arena.take(shape, ctx.borders[0])
+        dresidual = None if residual is None else arena.take(shape, ctx.borders[1])
+        dgamma = None if gamma is None else torch.empty_like(gamma)
+        dbeta = None if beta is None else torch.empty_like(beta)
+        tensors = {
+            "y": x, "residual": residual, "gamma": gamma, "beta": beta, "mean": mean, "inv": inv,
+            "dy": dx, "dresidual": dresidual, "dout": grad, "dgamma": dgamma, "dbeta": dbeta,
+        }  # fmt: skip
+        kernels.library().eq_norm_grad(byref(_norm_arguments(ctx.how, ctx.images, tensors)), kernels.threads())
+        return dx, dresidual, dgamma, dbeta, None, None, None, None, None
+
+
+def relu(x: Blocked, border: Border = NO_BORDER) -> Blocked:
+    return fused(x, Fused(relu=True, border=border))
+
+
+def max_pool(x: Blocked, border: Border = NO_BORDER, relu: bool = False) -> Blocked:
+    """2x2 max-pool with stride 2."""
+    return fused(x, Fused(pool=True, relu=relu, border=border))
+
+
+def add(x: Blocked, other: Blocked, border: Border = NO_BORDER, relu: bool = False) -> Blocked:
+    return fused(x, Fused(relu=relu, border=border), residual=other)
+
+
+def avg_pool(x: Blocked, kernel: tuple[int, int] | None = None) -> Blocked:
+    """Mean over windows of `kernel` with that stride; over the whole plane by default."""
+    check_pool(x.dims, (x.data.shape[2], x.data.shape[3]), kernel or (1, 1))
+    if kernel is None:
+        return x.with_data(x.data.mean((2, 3), keepdim=True))
+    height, width = (x.data.shape[2] // kernel[0], x.data.shape[3] // kernel[1])
+    data = x.data[:, :, : height * kernel[0], : width * kernel[1]]
+    return x.with_data(data.unflatten(3, (width, kernel[1])).unflatten(2, (height, kernel[0])).mean((3, 5)))
+
+
+def flatten(x: Blocked) -> Blocked:
+    """All but the batch into channels, in torch's order."""
+    blocks, channels, height, width, _ = x.data.shape
+    return Blocked(x.data.reshape(blocks, channels * height * width, 1, 1, LANES), x.images, dims=2)
+
+
+__all__ = [
+    "ConvShape",
+    "Fused",
+    "Pattern",
+    "add",
+    "avg_pool",
+    "conv",
+    "flatten",
+    "fused",
+    "linear",
+    "max_pool",
+    "relu",
+]

@@ -1,0 +1,65 @@
+"""Does a model look robust only because its gradients say nothing?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.objectives.attack import PGD, under_attack
+
+TOLERATED = 0.1  # share of images that may fail a test before it is reported
+PROBED = 128  # images
+
+
+class GradientMaskingWarning(UserWarning):
+    """Robust accuracy that a gradient attack measured here is likely too high."""
+
+
+def masking_caution(model: nn.Module, x: Tensor, y: Tensor, attack: PGD) -> str:
+    """Why a robust accuracy under `attack` is not to be trusted, or "".
+
+    Two necessary conditions of an attack that works (Athalye et al. 2018, arXiv:1802.00420; Carlini et al.
+    2019, arXiv:1902.06705), tried on up to 128 images of a batch that the model classifies correctly:
+
+    1. The gradient of the attack's loss is not exactly zero (or infinite, or not a number) at the image. With
+       saturated logits, float32 cross-entropy has none, and the attack stays where it starts.
+    2. Without a bound, 20 steps fool the model: a ball as large as the pixel cube holds images of every class.
+
+    Either is reported when more than a tenth of those images fail it. It costs 21 forward-backward passes and
+    no randomness. Passing proves nothing: AutoAttack is the stronger check.
+    """
+    probe = replace(_unbounded(attack, math.prod(x.shape[1:])), loss="ce" if attack.loss == "kl" else attack.loss)
+    x, y = x[:PROBED], y[:PROBED]
+    outcome = probe.search(model, x, y)
+    correct = int(outcome.correct.sum())
+    if not correct:
+        return ""
+    x, y = x[outcome.correct], y[outcome.correct]
+    silent = _without_gradient(model, x, y, probe)
+    if silent > TOLERATED * correct:
+        return (
+            f"the input gradient of the {probe.loss} loss is zero for {silent} of {correct} images, so the attack "
+            "cannot move them: robust accuracy is overestimated; try another loss (margin) or AutoAttack"
+        )
+    standing = correct - int((outcome.fooled & outcome.correct).sum())
+    if standing > TOLERATED * correct:
+        return (
+            f"{standing} of {correct} images withstand an attack without any bound, which no sound attack "
+            "allows: gradients are masked and robust accuracy is overestimated; try AutoAttack"
+        )
+    return ""
+
+
+def _unbounded(attack: PGD, dimension: int) -> PGD:
+    eps = 1.0 if attack.norm == "linf" else math.sqrt(dimension)
+    return replace(attack, eps=eps, step_size=2.5 * eps / 20, steps=20, restarts=1, start="none", early_exit=True)
+
+
+def _without_gradient(model: nn.Module, x: Tensor, y: Tensor, attack: PGD) -> int:
+    with under_attack(model):
+        _, gradient = attack.gradient(model, x, y, x.new_empty(len(x), 0))
+    flat = gradient.flatten(1)
+    return int(((flat == 0).all(1) | ~torch.isfinite(flat).all(1)).sum())

@@ -1,0 +1,34 @@
+"""Standard training: cross-entropy on the images as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equipoise.errors import UserError
+from equipoise.objectives.attack import at_least_float32
+from equipoise.objectives.objective import Classifier, Objective
+
+
+@dataclass(frozen=True)
+class Standard(Objective):
+    """Cross-entropy on clean images; `label_smoothing` 0.1 for ImageNet, else 0."""
+
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"label_smoothing must be at least 0 and below 1, not {self.label_smoothing}")
+
+    def prepare(
+        self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, ...]:
+        return x, y
+
+    def loss(self, model: Classifier, *batch: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        logits = model(x)
+        return F.cross_entropy(at_least_float32(logits), y, label_smoothing=self.label_smoothing), logits

@@ -1,0 +1,53 @@
+"""TRADES: accuracy on clean images, and predictions that a perturbation does not change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equipoise.errors import UserError
+from equipoise.objectives.adversarial import Adversarial
+from equipoise.objectives.attack import at_least_float32
+from equipoise.objectives.objective import Classifier
+
+
+@dataclass(frozen=True)
+class Trades(Adversarial):
+    """Clean cross-entropy + β·KL(clean ‖ adversarial) (TRADES, Zhang et al. 2019, arXiv:1901.08573).
+
+    loss = CE(f(x), y) + β·(1/B) Σ Σₖ pₖ (log pₖ − log qₖ), p = softmax f(x), q = softmax f(x′), β = 6, with
+    gradient through both p and q, as the authors' code has it. x′ climbs the same KL from x + 0.001·N(0, 1).
+    Two differences from that code: the start is clipped to valid pixels, and f(x) is computed once, so that
+    BatchNorm sees the clean batch once a step, not twice. Accuracy is that of the clean images.
+    """
+
+    beta: float = 6.0
+
+    start: ClassVar[str] = "normal"
+    attack_loss: ClassVar[str] = "kl"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.beta >= 0:
+            raise UserError(f"beta must be at least 0, not {self.beta}")
+
+    @property
+    def loss_passes(self) -> int:
+        return 2
+
+    def prepare(
+        self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, ...]:
+        return x, y, self.attack.perturb(model, x, y, generator)
+
+    def loss(self, model: Classifier, *batch: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, adversarial = batch
+        logits = model(x)
+        clean = at_least_float32(logits)
+        log_q = at_least_float32(model(adversarial)).log_softmax(1)
+        robust = F.kl_div(log_q, clean.log_softmax(1), reduction="batchmean", log_target=True)
+        return F.cross_entropy(clean, y) + self.beta * robust, logits

@@ -1,0 +1,200 @@
+"""One self-contained HTML page of studies: verdicts, charts and tables, readable without scripts and network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from equipoise.errors import UserError
+from equipoise.files import write_whole
+from equipoise.report.charts import Chart, charts_of
+from equipoise.report.markup import Markup, embedded_json, join, raw, tag
+from equipoise.report.tables import arms_table, claim_item, comparison_table, paper_table, summary, verdicts_of
+from equipoise.report.words import plural
+from equipoise.studies.metrics import WINDOW
+from equipoise.studies.reading import read_results
+from equipoise.studies.results import Reading, Result, Study
+
+
+def write_report(folder: Path, out: Path) -> Reading:
+    """Read a folder of results or a run and write its page; what was read, and what could not be."""
+    reading = read_results(folder)
+    if not reading.studies:
+        others = f" ({plural(len(reading.problems) - 1, 'other line')})" if len(reading.problems) > 1 else ""
+        raise UserError(f"nothing to report: {reading.problems[-1]}{others}")
+    page = make_page(reading, folder.resolve().name or "results")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, page.encode("utf-8", "replace"))  # a name may hold half a surrogate pair
+    except OSError as error:
+        raise UserError(f"cannot write the report to {out}: {error.strerror}") from None
+    return reading
+
+
+def make_page(reading: Reading, name: str) -> str:
+    """The HTML of what was read."""
+    charts = [charts_of(study) for study in reading.studies]
+    style, script = (_own(file) for file in ("report.css", "report.js"))
+    title = reading.studies[0].title if len(reading.studies) == 1 else name.capitalize()
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", f"{title} · equipoise"),
+        raw("style", style),
+    )
+    body = tag(
+        "body",
+        _masthead(reading, title),
+        tag(
+            "main",
+            _claims(reading.studies),
+            [_study(i, study, charts[i], len(reading.studies) == 1) for i, study in enumerate(reading.studies)],
+            _problems(reading.problems),
+            _method(),
+        ),
+        embedded_json(_data(reading.studies, charts), "data"),
+        raw("script", script),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _own(file: str) -> str:
+    return (resources.files("equipoise.report") / file).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing is loaded, and nothing runs but our own style and script."""
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    return f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'"
+
+
+def _data(studies: Sequence[Study], charts: Sequence[Sequence[Chart]]) -> object:
+    return [{"arms": list(study.results), "charts": list(charts[i])} for i, study in enumerate(studies)]
+
+
+def _masthead(reading: Reading, title: str) -> Markup:
+    studies = reading.studies
+    runs = sum(len(results) for study in studies for results in study.results.values())
+    facts = [plural(len(studies), "study", "studies")] if len(studies) != 1 else []
+    facts += [plural(runs, "run")]
+    facts += [f"{plural(len(reading.problems), 'note')} on what is missing or unusable"] if reading.problems else []
+    facts += _environments([r for study in studies for results in study.results.values() for r in results])
+    links = [tag("li", tag("a", study.title, href=f"#study-{i}")) for i, study in enumerate(studies)]
+    return tag(
+        "header",
+        tag("p", "equipoise", class_="mark"),
+        tag("button", "Dark or light", id="theme", type="button", hidden=True),
+        tag("h1", title),
+        tag("p", " · ".join(facts), class_="facts"),
+        tag("nav", tag("ol", links), aria_label="Studies") if len(links) > 1 else "",
+    )
+
+
+def _environments(results: Sequence[Result]) -> list[str]:
+    """Devices, versions and days, each named once."""
+    found: dict[str, None] = {}
+    for result in results:
+        place = result.environment
+        found |= dict.fromkeys(str(place[key]) for key in ("device",) if place.get(key))
+        found |= dict.fromkeys(f"{key} {place[key]}" for key in ("torch", "equipoise") if place.get(key))
+        if result.epochs and result.epochs[-1].seconds is None:
+            found["seconds left out where runs shared the device or did not tell their start-up apart"] = None
+    days = sorted({str(r.environment["date"]) for r in results if r.environment.get("date")})
+    return [*found, *([" to ".join(dict.fromkeys((days[0], days[-1])))] if days else [])]
+
+
+def _claims(studies: Sequence[Study]) -> Markup:
+    groups = []
+    verdicts = []
+    for i, study in enumerate(studies):
+        judged = verdicts_of(study)
+        if not judged:
+            continue
+        verdicts += [verdict for _, verdict in judged]
+        items = tag("ol", [claim_item(claim, verdict) for claim, verdict in judged], class_="claims")
+        heading = tag("h3", tag("a", study.title, href=f"#study-{i}")) if len(studies) > 1 else ""
+        groups.append(join([heading, items]))
+    if not groups:
+        return Markup("")
+    return tag("section", tag("h2", "Claims"), summary(verdicts), groups, id="claims")
+
+
+def _study(index: int, study: Study, charts: Sequence[Chart], alone: bool) -> Markup:
+    """The charts and tables of a study. alone: whether the page is about it only, and bears its title."""
+    figures = [
+        tag(
+            "figure",
+            tag("figcaption", chart["title"]),
+            tag("div", class_="drawing"),
+            class_=f"chart {chart['kind']}",
+            data_study=index,
+            data_chart=i,
+        )
+        for i, chart in enumerate(charts)
+    ]
+    return tag(
+        "section",
+        tag("h2", "Curves and tables" if alone else study.title),
+        tag("p", study.about, class_="about") if study.about else "",
+        tag("p", f"In the paper: {', '.join(study.shows)}", class_="about") if study.shows else "",
+        tag("noscript", tag("p", "The charts need scripts; the tables below hold their numbers.")) if figures else "",
+        tag("div", figures, class_="charts single" if len(study.results) == 1 else "charts"),
+        tag("ul", [tag("li", line) for line in failed], class_="problems") if (failed := _failed(study)) else "",
+        comparison_table(study) if len(study.results) > 1 else "",
+        arms_table(study),
+        paper_table(study) or "",
+        _settings(study),
+        id=f"study-{index}",
+        class_="study",
+    )
+
+
+def _failed(study: Study) -> list[str]:
+    diverged = [f"{r.arm}, seed {r.seed}: diverged, {r.diverged}" for lost in study.diverged.values() for r in lost]
+    return diverged + [f"{r.arm}, seed {r.seed}: learned nothing, its loss did not fall" for r in study.stuck]
+
+
+def _settings(study: Study) -> Markup:
+    """The recipe of the first run, and what the other arms have otherwise."""
+    first = [(arm, results[0]) for arm, results in study.results.items() if results]
+    if not first:
+        return Markup("")
+    texts = []
+    for i, (arm, result) in enumerate(first):
+        own = result.recipe if not i else {k: v for k, v in result.recipe.items() if first[0][1].recipe.get(k) != v}
+        texts.append(join([tag("h4", arm), tag("pre", json.dumps(own, indent=1, ensure_ascii=False, default=str))]))
+    summary_line = tag("summary", "Settings: the first arm's recipe, and where the others differ")
+    return tag("details", summary_line, texts)
+
+
+def _problems(problems: Sequence[str]) -> Markup:
+    if not problems:
+        return Markup("")
+    items = tag("ul", [tag("li", line) for line in problems], class_="problems")
+    return tag("section", tag("h2", "What could not be used"), items, id="problems")
+
+
+def _method() -> Markup:
+    notes = {
+        "Verdicts": "A claim holds when the difference has the claimed sign in every seed, in part when only in the "
+        "mean over seeds. Seeds are paired; p is that of the two-sided paired t-test, and needs two seeds. "
+        "A reduction is the mean over seeds of what each has saved.",
+        "Numbers": "Mean ± standard deviation over seeds (n − 1). Bands in the charts are the same.",
+        "Gradient evaluations": "(forward + 2·backward + 2·attack) / 3 passes, so that one epoch of SGD counts 1.",
+        "Equal cost": "For each seed, what the cheapest arm spent in all. An arm is scored by a run of its own that "
+        "ends there, to 10 %; where it has none, at the epoch that ends nearest to it (†), at which its learning "
+        "rate may not have fallen yet, and compared only with what is as far in its schedule. Nothing is "
+        "interpolated. Seconds are of training: no evaluation or start-up.",
+        "Noise": f"Standard deviation of the accuracy about its linear trend within {WINDOW} consecutive epochs, "
+        "averaged over all such windows in which the learning rate does not fall by half or more.",
+        "Three scores": "Plain weights; with BatchNorm statistics estimated anew; with averaged weights.",
+    }
+    items = [join([tag("dt", name), tag("dd", text)]) for name, text in notes.items()]
+    return tag("section", tag("h2", "How to read this"), tag("dl", items), id="method")

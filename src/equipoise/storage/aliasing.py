@@ -1,0 +1,119 @@
+"""Who can see what an in-place operation of a traced forward does.
+
+A packed model keeps activations in another layout than torch's, and there every operation makes a new value. So an
+operation that changes its input may be carried over only where nobody looks at that input again, by its own name or
+through a view of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+from torch.fx import Node
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd
+
+from equipoise.storage.packed_modules import PackedLayer
+
+# What makes a new tensor, whatever its input. Everything that is not listed may return its input or a view of it.
+FRESH_MODULES = (
+    PackedLayer, _ConvNd, nn.Linear, nn.Bilinear, nn.Embedding,
+    _NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm,
+    _AvgPoolNd, _AdaptiveAvgPoolNd, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d, nn.LPPool1d, nn.LPPool2d,
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardtanh,
+    nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Softmax, nn.LogSoftmax,
+)  # fmt: skip
+FRESH_CALLS = frozenset({
+    "add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "rdiv", "rtruediv", "floordiv", "mod", "pow",
+    "rpow", "neg", "abs", "square", "sqrt", "rsqrt", "exp", "log", "clamp", "clip", "maximum", "minimum",
+    "where", "matmul", "mm", "bmm", "baddbmm", "linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "batch_norm", "layer_norm", "group_norm", "instance_norm", "max_pool1d", "max_pool2d",
+    "max_pool3d", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+    "adaptive_max_pool2d", "interpolate", "mean", "sum", "amax", "amin", "std", "var", "cat", "concat", "stack",
+    "clone", "relu", "relu6", "leaky_relu", "elu", "celu", "selu", "gelu", "silu", "mish", "hardtanh",
+    "hardswish", "hardsigmoid", "sigmoid", "tanh", "softplus", "softmax", "log_softmax",
+    "scaled_dot_product_attention",
+})  # fmt: skip
+# What gives numbers about a tensor and no tensor
+ABOUT = frozenset({
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "get_device", "is_floating_point",
+    "element_size",
+})  # fmt: skip
+ABOUT_ATTRIBUTES = frozenset({
+    "shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes",
+})  # fmt: skip
+# Python's own operations in place, by their names in `operator`
+IN_PLACE = frozenset({
+    "iadd", "iand", "ifloordiv", "ilshift", "imod", "imul", "imatmul", "ior", "ipow", "irshift", "isub",
+    "itruediv", "ixor", "setitem",
+})  # fmt: skip
+
+
+def is_overwritten(graph: fx.Graph, model: nn.Module) -> bool:
+    """Whether some value is looked at after an in-place operation has changed it, other than as its result."""
+    modules = dict(model.named_modules())
+    group: dict[Node, set[Node]] = {}  # the nodes that may share memory with each
+    stale: set[Node] = set()  # nodes whose memory has been changed since
+    for node in graph.nodes:
+        if not stale.isdisjoint(node.all_input_nodes):
+            return True
+        for changed in _changed(node, modules):
+            if any(other.op in ("placeholder", "get_attr") for other in group[changed]):
+                return True  # the caller, or the next call, would see it
+            stale |= group[changed]
+        shared = {node}.union(*(group[source] for source in _aliased(node, modules)))
+        group.update((member, shared) for member in shared)
+    return False
+
+
+def _changed(node: Node, modules: dict[str, nn.Module]) -> list[Node]:
+    """The inputs that a node changes, or may change."""
+    if _is_foreign(node) or node.kwargs.get("out") is not None:
+        return node.all_input_nodes
+    if not _is_in_place(node, modules):
+        return []
+    return [node.args[0]] if node.args and isinstance(node.args[0], Node) else node.all_input_nodes
+
+
+def _aliased(node: Node, modules: dict[str, nn.Module]) -> list[Node]:
+    """The inputs that the result of a node may share memory with."""
+    if changed := _changed(node, modules):
+        return changed
+    return [] if _is_fresh(node, modules) else node.all_input_nodes
+
+
+def _is_in_place(node: Node, modules: dict[str, nn.Module]) -> bool:
+    """By torch's conventions: an option `inplace`, or a name that ends in an underscore."""
+    if node.op == "call_module":
+        return bool(getattr(modules[str(node.target)], "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = _name(node.target)
+    return name in IN_PLACE or name.endswith("_") or bool(node.kwargs.get("inplace"))
+
+
+def _is_fresh(node: Node, modules: dict[str, nn.Module]) -> bool:
+    if node.op == "call_module":
+        return isinstance(modules[str(node.target)], FRESH_MODULES)
+    if node.target is getattr:
+        return node.args[1] in ABOUT_ATTRIBUTES
+    return node.op in ("call_function", "call_method") and _name(node.target) in FRESH_CALLS | ABOUT
+
+
+def _is_foreign(node: Node) -> bool:
+    """Whether a function is neither Python's nor torch's own: nobody knows what it does to its arguments."""
+    if node.op != "call_function":
+        return False
+    module = getattr(node.target, "__module__", None) or "torch"  # torch's built-in functions have none
+    return module.startswith(("torch.ops", "torch._ops")) or module.partition(".")[0] not in (
+        "torch", "_operator", "builtins", "math",
+    )  # fmt: skip
+
+
+def _name(target: Any) -> str:
+    """Of a function or method; "iadd" for `__iadd__`."""
+    name: str = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.strip("_") if name.startswith("__") else name

@@ -1,0 +1,335 @@
+"""Layers whose parameter is the vector of their active values, and BatchNorm for blocked activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from equipoise.errors import UserError
+from equipoise.kernels import library as kernels
+from equipoise.kernels import operators as functional
+from equipoise.kernels.arena import NO_BORDER, Border
+from equipoise.kernels.blocked import Blocked, from_blocked, to_blocked
+from equipoise.kernels.taps import ConvShape, Pattern
+
+Watcher = functional.Watcher
+
+# When does torch's dense convolution win? A weight costs the sparse kernel more time than the dense one, and
+# dense means leaving the blocked layout and coming back: so much per channel, in dense weights' time.
+SPARSE_WEIGHT = 1.45
+CONVERTED_CHANNEL = 80
+# What a layer can be asked for, beside its parameters
+ATTRIBUTES = (
+    "in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation",
+    "groups", "padding_mode", "output_padding", "transposed",
+)  # fmt: skip
+
+
+class PackedLayer(nn.Module):
+    """A layer that stores `values`, its active weights in flat order, beside their flat indices `index`.
+
+    Gradients, momentum and every copy of the parameter then have the size of the active weights. The layer
+    takes a plain tensor or a `Blocked` activation and returns the same kind. Where the kernels are missing or
+    `dense` is set it computes with the dense weight instead; what it stores stays the same.
+    """
+
+    values: nn.Parameter
+    index: Tensor
+    bias: nn.Parameter | None
+    dims: ClassVar[int]
+
+    def __init__(self, shape: ConvShape, weight: Tensor, bias: Tensor | None, mask: Tensor) -> None:
+        super().__init__()
+        if mask.shape != weight.shape or mask.dtype != torch.bool:
+            raise UserError(
+                f"the mask must be boolean of shape {tuple(weight.shape)}, not {tuple(mask.shape)} of {mask.dtype}"
+            )
+        if weight.dtype != torch.float32 or weight.device.type != "cpu":
+            raise UserError(
+                f"packed layers are float32 on cpu, not {weight.dtype} on {weight.device}; use masked storage there"
+            )
+        if weight.numel() >= 2**31:
+            raise UserError(f"a weight of {weight.numel()} elements is too large to pack; the limit is 2^31")
+        self.shape, self.weight_shape = shape, tuple(weight.shape)
+        index = mask.flatten().nonzero().flatten()
+        self.values = nn.Parameter(weight.detach().flatten()[index].clone())
+        self.register_buffer("index", index.to(torch.int32))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+        self.final: int | None = None  # active weights that a topology will end with
+        self.memory: Tensor | None = None  # what a topology remembers of the dense weight
+        self.watcher: Watcher | None = None
+        self.uses = 0  # passes through the layer whose gradient the watcher has yet to see
+        self._patterns: list[Pattern] = []
+
+    @property
+    def density(self) -> float:
+        return self.values.numel() / max(1, math.prod(self.weight_shape))
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, differentiable in `values`; its gradient is shown to the watcher.
+
+        A forward may read it instead of calling the layer, and growth must see the gradient of that use too.
+        """
+        flat = self.values.new_zeros(math.prod(self.weight_shape))
+        weight = flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
+        if self._is_watched():
+            assert self.watcher is not None
+            weight.register_hook(self.watcher)
+        return weight
+
+    def _is_watched(self) -> bool:
+        """Whether the gradient of this use of the weights will be shown; counts the use."""
+        watched = self.watcher is not None and self.values.requires_grad and torch.is_grad_enabled()
+        self.uses += watched
+        return watched
+
+    @property
+    def mask(self) -> Tensor:
+        flat = torch.zeros(math.prod(self.weight_shape), dtype=torch.bool)
+        return flat.index_fill_(0, self.index.long(), True).view(self.weight_shape)
+
+    @property
+    def dense(self) -> bool:
+        """Whether torch's dense operation is the faster one at this density."""
+        return _dense_is_faster(self.shape, self.index.numel())
+
+    @property
+    def pattern(self) -> Pattern:
+        """The sorted indices of now; two are kept: a correction goes back and forth between two topologies."""
+        for pattern in self._patterns:
+            if pattern.fits(self.index):
+                return pattern
+        self._patterns = [Pattern(self.shape, self.index), *self._patterns[:1]]
+        return self._patterns[0]
+
+    @torch.no_grad()
+    def rewire(self, index: Tensor, values: Tensor) -> None:
+        """Another set of active weights: ascending flat indices and their values, in place."""
+        if index.shape != values.shape or index.dim() != 1:
+            raise UserError(
+                f"index {tuple(index.shape)} and values {tuple(values.shape)} must be vectors of one length"
+            )
+        if index.numel() and not bool(
+            (index[1:] > index[:-1]).all() and index[0] >= 0 and index[-1] < math.prod(self.weight_shape)
+        ):
+            raise UserError("index must be ascending flat positions within the weight")
+        self.index = index.to(torch.int32).clone()
+        set_data(self.values, values.detach().to(torch.float32).clone())
+        self.values.grad = None
+
+    def how(self) -> str:
+        """In words, how the layer runs."""
+        if not kernels.available():
+            return f"dense: {kernels.reason()}"
+        return "dense: too many active weights for the sparse kernel to win" if self.dense else "sparse"
+
+    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER, relu: bool = False) -> Tensor | Blocked:
+        if self.dense or not kernels.available():
+            return self._run_dense(x, border, relu)
+        if isinstance(x, Blocked):
+            return self._run_blocked(x, border, relu)
+        self._check(x)
+        return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER, relu))
+
+    def _run_blocked(self, x: Blocked, border: Border, relu: bool) -> Blocked:
+        if x.dims != self.dims:
+            raise self._wrong_dims(x.plain_shape)
+        self.check_values()
+        watcher = self.watcher if self._is_watched() else None
+        return functional.conv(x, self.values, self.bias, self.pattern, border, relu, watcher)
+
+    def _run_dense(self, x: Tensor | Blocked, border: Border, relu: bool) -> Tensor | Blocked:
+        out = self.dense_forward(from_blocked(x) if isinstance(x, Blocked) else x)
+        out = out.relu() if relu else out
+        return to_blocked(out, border) if isinstance(x, Blocked) else out
+
+    def dense_forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() != self.dims:
+            raise self._wrong_dims(tuple(x.shape))
+
+    def _wrong_dims(self, shape: tuple[int, ...]) -> UserError:
+        return UserError(f"{type(self).__name__} takes a batch of {self.dims} dimensions, not {shape}")
+
+    def check_values(self) -> None:
+        """Values are read through a pointer, and `model.double()` or `.half()` would change what it points to."""
+        values = self.values
+        if values.dtype != torch.float32 or not values.is_cpu:
+            raise UserError(
+                f"packed weights are float32 on cpu, not {values.dtype} on {values.device}; "
+                "convert the model with .float() and .cpu(), or use masked storage"
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A checkpoint may hold another number of active weights."""
+        values, index = (state_dict.get(prefix + name) for name in ("values", "index"))
+        if values is not None and index is not None and values.shape == index.shape != self.index.shape:
+            self.index = torch.empty_like(index, dtype=torch.int32)
+            set_data(self.values, torch.empty_like(values, dtype=torch.float32))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_patterns": [], "watcher": None, "uses": 0}
+
+    def extra_repr(self) -> str:
+        return f"{self.weight_shape}, density={self.density:.4g}, {self.how()}"
+
+
+class PackedConv2d(PackedLayer):
+    """Conv2d with any stride, zero padding, dilation and groups."""
+
+    dims = 4
+
+    def dense_forward(self, x: Tensor) -> Tensor:
+        s = self.shape
+        return F.conv2d(x, self.weight, self.bias, s.stride, s.padding, s.dilation, s.groups)
+
+
+class PackedConv1d(PackedLayer):
+    """Conv1d, as a convolution of maps one row high."""
+
+    dims = 3
+
+    def dense_forward(self, x: Tensor) -> Tensor:
+        s = self.shape
+        return F.conv1d(x, self.weight, self.bias, s.stride[1:], s.padding[1:], s.dilation[1:], s.groups)
+
+
+class PackedLinear(PackedLayer):
+    """Linear; leading dimensions beyond one are folded into the batch."""
+
+    dims = 2
+
+    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER, relu: bool = False) -> Tensor | Blocked:
+        if isinstance(x, Blocked):
+            if x.dims == 2:
+                return super().forward(x, NO_BORDER, relu)
+            return to_blocked(cast(Tensor, self.forward(from_blocked(x), relu=relu)), border)
+        if not x.dim():
+            raise self._wrong_dims(())
+        out = cast(Tensor, super().forward(x.reshape(x.shape[:-1].numel(), x.shape[-1]), relu=relu))
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def dense_forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def set_data(parameter: Tensor, data: Tensor) -> None:
+    """Give a parameter other data, of another length too, also while an old graph is alive."""
+    if data.shape != parameter.shape:
+        # autograd remembers the length of a leaf until its type changes
+        parameter.data = torch.empty(0, dtype=torch.float64)
+    parameter.data = data
+
+
+def _dense_is_faster(shape: ConvShape, active: int) -> bool:
+    channels = shape.in_channels * math.prod(shape.stride) + shape.out_channels
+    return active * SPARSE_WEIGHT > shape.weight_numel + channels * CONVERTED_CHANNEL
+
+
+def is_packable(layer: nn.Module) -> bool:
+    """Whether a layer is a Linear, Conv1d or Conv2d that the kernels and their fallback cover."""
+    if type(layer) is nn.Linear:
+        return True
+    if not isinstance(layer, nn.Conv1d | nn.Conv2d) or type(layer) not in (nn.Conv1d, nn.Conv2d):
+        return False
+    return layer.padding_mode == "zeros" and _padding(layer) is not None
+
+
+def _padding(layer: nn.Conv1d | nn.Conv2d) -> tuple[int, ...] | None:
+    """Zeros on either side of each axis; None where "same" needs one more on one side than on the other."""
+    if layer.padding == "valid":
+        return (0,) * len(layer.kernel_size)
+    if layer.padding == "same":  # torch allows it with stride 1 alone
+        beyond = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return None if any(b % 2 for b in beyond) else tuple(b // 2 for b in beyond)
+    return cast("tuple[int, ...]", layer.padding)
+
+
+def packed(layer: nn.Module, mask: Tensor) -> PackedLayer | None:
+    """The packed form of a layer, frozen where the layer is; None where it has none.
+
+    A forward may ask it for what it asked the layer, such as `in_features` or `kernel_size`.
+    """
+    if not is_packable(layer):
+        return None
+    new = _packed(cast("nn.Linear | nn.Conv2d", layer), mask)
+    for name in ATTRIBUTES:
+        if hasattr(layer, name):
+            setattr(new, name, getattr(layer, name))
+    new.values.requires_grad_(cast(Tensor, layer.weight).requires_grad)
+    if new.bias is not None:
+        new.bias.requires_grad_(cast(Tensor, layer.bias).requires_grad)
+    return new
+
+
+def _packed(layer: nn.Linear | nn.Conv2d, mask: Tensor) -> PackedLayer:
+    if isinstance(layer, nn.Linear):
+        return PackedLinear(ConvShape(layer.out_features, layer.in_features), layer.weight, layer.bias, mask)
+    lead = (0, 0, 1) if isinstance(layer, nn.Conv1d) else ()
+    kernel, stride, dilation = (_pair(v, lead[2:]) for v in (layer.kernel_size, layer.stride, layer.dilation))
+    padding = _pair(cast(Sequence[int], _padding(layer)), lead[:1])
+    shape = ConvShape(layer.out_channels, layer.in_channels, kernel, stride, padding, dilation, layer.groups)
+    kind = PackedConv1d if isinstance(layer, nn.Conv1d) else PackedConv2d
+    return kind(shape, layer.weight, layer.bias, mask)
+
+
+def _pair(value: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:
+    rows, columns = (*lead, *value)
+    return rows, columns
+
+
+class BlockedBatchNorm(_BatchNorm):
+    """BatchNorm on blocked activations, with the residual, ReLU and max-pool after it in the same pass.
+
+    Parameters, buffers and their names are those of torch's BatchNorm, and so are the results.
+    """
+
+    @classmethod
+    def from_torch(cls, norm: _BatchNorm) -> BlockedBatchNorm:
+        """Shares parameters and buffers with `norm`."""
+        new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        new._parameters, new._buffers = norm._parameters, norm._buffers
+        return new.train(norm.training)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor | Blocked,
+        residual: Blocked | None = None,
+        relu: bool = False,
+        pool: bool = False,
+        border: Border = NO_BORDER,
+    ) -> Tensor | Blocked:
+        if isinstance(x, Tensor):
+            return super().forward(x)
+        self.check_channels(x.data.shape[1])
+        by_batch = self.training or self.running_mean is None
+        how = functional.Fused(
+            functional.BATCH if by_batch else functional.FIXED, relu, pool, self.eps, self._momentum(), border
+        )
+        running = None if self.running_mean is None else (self.running_mean, cast(Tensor, self.running_var))
+        return functional.fused(x, how, self.weight, self.bias, running, residual)
+
+    def check_channels(self, channels: int) -> None:
+        """The kernels trust that there is a mean and a variance for every channel."""
+        if channels != self.num_features:
+            raise UserError(f"BatchNorm takes {self.num_features} channels, the input has {channels}")
+
+    def _momentum(self) -> float:
+        """The factor of the running average for this batch; counts the batch."""
+        if not self.training or self.num_batches_tracked is None:
+            return 0.0
+        self.num_batches_tracked.add_(1)
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        pass

@@ -1,5 +1,0 @@
-"""The report: studies or a run as one self-contained HTML page."""
-
-from equipoise.study.report.page import make_page, write_report
-
-__all__ = ["make_page", "write_report"]

@@ -1,0 +1,58 @@
+"""Going back to the last checkpoint with a smaller learning rate, where a loss or a gradient was not finite."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from equipoise.correction import NonFiniteLoss
+from equipoise.errors import UserError
+
+if TYPE_CHECKING:
+    from equipoise.training.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollbackOptions:
+    """times: how often a run may go back; 0 stops it with an error instead. factor: what the learning rate is
+    multiplied with each time, for the rest of the run.
+    """
+
+    times: int = 0
+    factor: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.times < 0:
+            raise UserError(f"times={self.times}: how often a run may go back, 0 for never")
+        if not 0 < self.factor < 1:
+            raise UserError(f"factor={self.factor}: of the learning rate, between 0 and 1, such as 0.5")
+
+
+def begin(trainer: Trainer) -> None:
+    """See to it that there is a checkpoint to go back to, even from the first step."""
+    if trainer.recipe.rollback.times:
+        folder = trainer.folder
+        if trainer.world.from_first(folder is not None and not folder.store.paths()):
+            trainer.save()
+
+
+def roll_back(trainer: Trainer, error: NonFiniteLoss) -> None:
+    """Stand at the newest sound checkpoint again, or raise the error where that is not wanted or not possible.
+
+    A run that is killed afterwards and resumed meets the same error at the same step, and goes back as this one did.
+    """
+    options, folder, done = trainer.recipe.rollback, trainer.folder, trainer.rollbacks
+    state = folder.store.newest() if folder is not None and done < options.times else None
+    state = trainer.world.from_first(state)
+    if state is None:
+        raise error
+    trainer.load_state_dict(state)
+    trainer.rollbacks = done + 1
+    if folder is not None:
+        folder.forget_after(trainer.epoch)
+        trainer.history = folder.metrics()
+    reason = str(error).partition(";")[0]
+    warnings.warn(f"{reason}; back to step {trainer.step} at {options.factor:g} x the learning rate", stacklevel=2)
+    trainer.watcher.end()
+    trainer.watcher.begin(trainer)

@@ -1,0 +1,81 @@
+"""What a run has cost and what its network costs: FLOPs by layer, passes over samples, seconds, memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from equipoise.analysis.flops import LayerCost, Passes, count, total
+from equipoise.data import FolderLoader
+from equipoise.topology import GMP
+from equipoise.training.trainer import Trainer
+
+
+def measure_cost(trainer: Trainer) -> dict[str, Any]:
+    """FLOPs of one image by layer at the densities of now, and all that the run has computed so far.
+
+    `inference` and `training` are of one image; `run` is everything since the first step, its sparse FLOPs None where
+    densities have changed on the way, which are only known as they are now. Passes are over samples: an attack's are
+    among them, and the gradients of all places that growth by gradient looks at. seconds: of training alone.
+    peak_memory: of the GPU in bytes, None on a CPU.
+    """
+    layers = layer_costs(trainer)
+    image, passes = total(layers), passes_so_far(trainer)
+    topology = trainer.parts.topology
+    sparse = {id(layer.parameter) for layer in topology.layers}
+    others = sum(p.numel() for p in trainer.parts.model.parameters() if id(p) not in sparse)
+    return {
+        "inference": {"dense": image.dense_forward, "sparse": image.sparse_forward},
+        "training": {"dense": image.dense_training, "sparse": image.sparse_training},
+        "run": {
+            "dense": passes.dense_flops(image),
+            "sparse": passes.sparse_flops(image) if _same_density(trainer) else None,
+        },
+        "passes": asdict(passes),
+        "seconds": trainer.seconds,
+        "peak_memory": _peak_memory(trainer),
+        "parameters": others + topology.size,
+        "active": others + topology.active,
+        "layers": [asdict(layer) for layer in layers],
+    }
+
+
+def layer_costs(trainer: Trainer) -> list[LayerCost]:
+    """FLOPs of one image, layer by layer."""
+    parts = trainer.parts
+    size = parts.train.size if isinstance(parts.train, FolderLoader) else None  # no file needs to be read for it
+    shape = parts.train.batch(0, 0)[0].shape[1:] if size is None else torch.Size([3, size, size])
+    densities = {layer.name: layer.active / layer.size for layer in parts.topology.layers if layer.index is None}
+    return count(parts.model, torch.zeros(1, *shape, device=parts.device), densities)
+
+
+def passes_so_far(trainer: Trainer) -> Passes:
+    """All passes of the run over samples, from its counts of batches and its mean batch size."""
+    parts, objective = trainer.parts, trainer.recipe.objective
+    size = trainer.images / trainer.step if trainer.step else 0.0
+    forward, backward = (
+        round(parts.correction.passes[kind] * objective.loss_passes * size) for kind in ("forward", "backward")
+    )
+    wish = parts.topology.algorithm.dense_gradient
+    steps = {"never": 0, "at updates": parts.topology.updates, "always": parts.topology.steps}[wish]
+    attack = Passes.attack(round(trainer.attacks * size), objective.attack_passes)
+    return Passes(forward, backward, backward, min(backward, round(steps * size))) + attack
+
+
+def _same_density(trainer: Trainer) -> bool:
+    """Whether every step so far had the density of now, to 1 %: BSR-Net drifts, GMP and GraNet prune on the way."""
+    topology = trainer.parts.topology
+    near = all(abs(line["density"] - topology.density) <= 0.01 * topology.density for line in _lines(trainer))
+    return near and not isinstance(topology.algorithm, GMP)
+
+
+def _lines(trainer: Trainer) -> list[dict[str, Any]]:
+    return trainer.history if trainer.folder is None else trainer.folder.metrics()
+
+
+def _peak_memory(trainer: Trainer) -> int | None:
+    """As the run's last epoch has written it; this process may be another one, on another device."""
+    lines = _lines(trainer)
+    return lines[-1].get("peak_memory") if lines else None

@@ -1,0 +1,68 @@
+"""What the tests of adversarial training share: runs of a few steps on the digits with BSR-Net and AT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from equipoise.training.evaluate import Score
+from equipoise.training.recipe import Recipe, apply_overrides, make_recipe, read_recipe
+from equipoise.training.trainer import Trainer
+
+ADVERSARIAL = ["at", "trades", "mart", "mixed"]
+LIGHT = ["objective.steps=2", "objective.step_size=0.05", "average=0", "reestimate=1"]
+TINY = ["epochs=1", "data.validation=1317", "data.batch=40"]  # leaves 120 images: three steps an epoch
+STEPS = 3
+
+
+def make(*overrides: str) -> Recipe:
+    return make_recipe(apply_overrides(read_recipe("digits-bsr-at"), [*LIGHT, *overrides]))
+
+
+def tiny(*overrides: str) -> Recipe:
+    return make(*TINY, *overrides)
+
+
+def tiny_trainer(*overrides: str) -> Trainer:
+    """One that does not spend its time on the held-out images."""
+    trainer = Trainer(tiny(*overrides))
+    trainer.evaluate = lambda split=None: {"plain": Score(0.0, 0.0, 1)}  # type: ignore[method-assign]
+    return trainer
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def gradients_of_steps(trainer: Trainer, moves: dict[int, Tensor] | None = None) -> Tensor:
+    """Train with an optimizer that only notes the gradients, one row a step, and moves as told after some steps."""
+    parameters = list(trainer.parts.model.parameters())
+    seen: list[Tensor] = []
+
+    def note() -> None:
+        seen.append(flat(p.grad for p in parameters))
+        if moves is not None and len(seen) in moves:
+            with torch.no_grad():
+                for p, part in zip(parameters, moves[len(seen)].split([p.numel() for p in parameters]), strict=True):
+                    p.add_(part.view_as(p))
+
+    trainer.parts.optimizer.step = note  # type: ignore[method-assign, assignment]
+    trainer.run()
+    return torch.stack(seen)
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
+    """Trainers in float64, images included."""
+    monkeypatch.setattr("equipoise.data.loader.unit", lambda images: images.double().mul_(1 / 255))
+
+    def trainer(*overrides: str) -> Trainer:
+        made = tiny_trainer("storage=masked", *overrides)
+        made.parts.model.double()
+        return made
+
+    return trainer

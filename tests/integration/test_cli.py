@@ -1,0 +1,432 @@
+"""The command line: what it does, and one line with exit status 2 for whatever it cannot do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from equipoise import cli
+from equipoise.training import RunFolder
+from train_helpers import assert_same_runs, held_by_another_process, tiny
+
+
+class Outcome(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def go(*words: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["equipoise", *words])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
+        return Outcome(stopped.value.code, out, err)
+
+    return go
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny()))
+    return "tiny.yaml"
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_refused(outcome: Outcome, told: str) -> None:
+    assert outcome.status == 2
+    assert outcome.out == ""
+    assert outcome.err.startswith("equipoise: ")
+    assert outcome.err.count("\n") == 1
+    assert outcome.err.endswith("\n")
+    assert told in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+# What it does
+
+
+def test_a_run_from_training_to_curves(run: Run, recipe: str, tmp_path: Path) -> None:
+    trained = run("train", recipe, "epochs=3", "topology=rigl", "--out", "here")
+    assert trained.status == 0
+    assert trained.err == ""
+    assert trained.out.count("here epoch ") == 3
+    assert re.search(r"test: plain \d+\.\d\d %  reestimated \d+\.\d\d %  averaged \d+\.\d\d %   here\n$", trained.out)
+    files = everything(tmp_path / "here")
+    assert {"recipe.yaml", "metrics.jsonl", "result.json", "checkpoints/best.safetensors"} <= files.keys()
+    saved = yaml.safe_load(files["recipe.yaml"])
+    assert (saved["epochs"], saved["topology"]["name"]) == (3, "rigl")
+
+    shown = run("show", "here")
+    assert shown.status == 0
+    rows = shown.out.splitlines()
+    assert rows[0] == "here (test accuracy)"
+    assert rows[1].split()[:3] == ["epoch", "lr", "loss"]
+    assert [row.split()[0] for row in rows[2:5]] == ["1", "2", "3"]
+    assert (tmp_path / "here" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert max(map(len, rows)) <= 80
+
+    scored = run("eval", "here")
+    assert scored.status == 0
+    result = json.loads(files["result.json"])
+    for way, score in result["test"].items():
+        (row,) = (line for line in scored.out.splitlines() if line.startswith(way))
+        assert f"{100 * score['accuracy']:.2f} %" in row
+        assert row.split()[-1] == "360"
+    assert "1437" in run("eval", "here", "--split", "train", "--best").out
+
+    finished = run("resume", "here")
+    assert (finished.status, finished.out) == (0, "here is finished: 3 epochs\n")
+    unchanged = everything(tmp_path / "here")
+    assert {name: unchanged[name] for name in files} == files
+
+
+def test_runs_get_folders_of_their_own(run: Run, recipe: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run("train", recipe, "epochs=1", "seed=4").status == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["tiny-seed4", "tiny-seed4-2"]
+    assert_same_runs(tmp_path / "runs" / "tiny-seed4", tmp_path / "runs" / "tiny-seed4-2")
+
+
+def test_a_correction_says_what_it_costs(run: Run, recipe: str) -> None:
+    words = ("correction=agent", "correction.way=recompute")
+    trained = run("train", recipe, "epochs=2", *words, "--out", "here")
+    assert trained.out.startswith("correction: recompute: 3.33 x the passes of SGD")
+    shown = run("show", "here").out.splitlines()
+    assert shown[1].split()[-3:] == ["c", "weight", "variance"]
+    assert "…" not in "".join(shown)
+
+
+def test_a_way_that_was_chosen_by_the_free_memory_is_kept(
+    run: Run, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run must not choose anew: it would not end bit-equal."""
+    for free, way in ((2**40, "replay"), (1000, "recompute")):
+        monkeypatch.setattr("equipoise.correction.cost.available_memory", lambda device, free=free: free)
+        assert run("train", recipe, "epochs=1", "correction=agent", "--out", way).status == 0
+        saved = yaml.safe_load((tmp_path / way / "recipe.yaml").read_text())
+        assert saved["correction"] == {"name": "agent", "way": way}
+
+
+def test_recipes_are_laid_over_one_another(run: Run, recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "over.yaml").write_text("topology: {sparsity: 0.5}")
+    assert run("train", recipe, "over.yaml", "agent", "epochs=1", "--out", "here").status == 0
+    saved = yaml.safe_load((tmp_path / "here" / "recipe.yaml").read_text())
+    assert saved["topology"] == {"name": "set", "sparsity": 0.5, "every": 4}
+    assert saved["correction"]["name"] == "agent"
+
+
+def test_list_shows_everything_that_can_be_chosen(run: Run) -> None:
+    out = run("list").out
+    for kind in (
+        "recipes",
+        "models",
+        "topologies",
+        "objectives",
+        "corrections",
+        "optimizers",
+        "schedules",
+        "data",
+        "studies",
+    ):
+        assert f"{kind}\n" in out
+    for name in ("digits", "vgg_c", "rigl", "at", "agent", "sgdw", "cosine", "cifar100", "rigl-itop", "epochs-to"):
+        (line, *_) = (line for line in out.splitlines() if line.split()[:1] == [name])
+        assert len(line.split()) > 3  # a name and a sentence
+    only = run("list", "optimizers").out.splitlines()
+    assert [line.split()[0] for line in only] == ["optimizers", "sgd", "sgdw", "adam", "adamw"]
+
+
+def test_without_words_there_is_help(run: Run) -> None:
+    assert run() == run("--help")
+    status, out, err = run()
+    assert (status, err) == (0, "")
+    for command in ("demo", "train", "resume", "eval", "list", "show"):
+        assert command in out
+    assert run("train", "--help").status == 0
+
+
+def test_the_demo_fits_in_80_columns(run: Run, tmp_path: Path) -> None:
+    outcome = run("demo", "--epochs", "2", "--out", "demo")
+    assert (outcome.status, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in outcome.out
+    start = lines.index("digits, test accuracy after 2 epochs")
+    header, rows = lines[start + 1], lines[start + 2 : -1]
+    assert header.split() == ["accuracy", "averaged", "density", "explored", "variance", "passes", "seconds"]
+    assert [re.split(r"  +", row)[0] for row in rows] == [
+        *("dense", "static", "SET", "RigL"),
+        *("SET + AGENT", "SET + AGENT c*"),
+    ]
+    assert "5.0 %" in rows[1]
+    assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    folders = sorted(path.name for path in (tmp_path / "demo").iterdir() if path.is_dir())
+    assert folders == ["dense", "rigl", "set", "set-agent", "set-agent-c", "static"]
+    assert run("show", "demo/set-agent").status == 0
+
+
+def test_names_are_shown_as_they_are(run: Run, recipe: str) -> None:
+    """Not as markup, emoji or mathematics."""
+    for name in ("[/b] :smile: $\\foo$ ü€", "[red]x_y^z"):
+        path = f"runs/{name}"
+        trained = run("train", recipe, "epochs=1", "--out", path)
+        assert trained.status == 0
+        assert trained.out.endswith(f"   {path}\n")
+        shown = run("show", path)
+        assert shown.status == 0
+        assert f"{path} (test accuracy)" in shown.out
+
+
+# A run in progress
+
+
+def in_progress(folder: Path, epochs: int) -> RunFolder:
+    """As it lies on the disk while another process trains: no result, perhaps no checkpoint, half a line."""
+    made = RunFolder.create(folder, tiny())
+    scores = {"plain": {"loss": 1.0, "accuracy": 0.5}, "reestimated": {"loss": 1.0, "accuracy": 0.5}}
+    for epoch in range(1, epochs + 1):
+        made.append(
+            {"epoch": epoch, "learning_rate": 0.1, "train_loss": 1.0, "split": "test", "scores": scores}
+            | {"density": 0.2, "exploration": 0.3, "correction": {}, "images_per_second": 10.0}
+        )
+    with open(made.metrics_file, "a") as file:
+        file.write('{"epoch": 99, "trai')
+    return made
+
+
+@pytest.mark.parametrize("epochs", [0, 1, 2])
+def test_show_works_on_a_run_in_progress(run: Run, tmp_path: Path, epochs: int) -> None:
+    in_progress(tmp_path / "here", epochs)
+    before = everything(tmp_path / "here")
+    shown = run("show", "here")
+    assert (shown.status, shown.err) == (0, "")
+    if epochs == 0:
+        assert shown.out == "here has no finished epoch yet\n"
+    else:
+        assert len(shown.out.splitlines()) == 2 + epochs + 1
+    after = everything(tmp_path / "here")
+    assert {name: after[name] for name in before} == before
+
+
+def test_eval_changes_nothing_in_the_folder(run: Run, recipe: str, tmp_path: Path) -> None:
+    """Also where the lines of a training process are ahead of its checkpoints."""
+    run("train", recipe, "epochs=2", "--out", "here")
+    with open(tmp_path / "here" / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 3}\n{"epoch": 4, "tr')
+    (tmp_path / "here" / "result.json").unlink()
+    before = everything(tmp_path / "here")
+    assert run("eval", "here").status == 0
+    assert everything(tmp_path / "here") == before
+
+
+def test_a_run_that_another_process_trains_is_not_resumed(run: Run, recipe: str, tmp_path: Path) -> None:
+    run("train", recipe, "epochs=1", "--out", "here")
+    with open(tmp_path / "here" / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 2}\n')
+    before = everything(tmp_path / "here")
+    with held_by_another_process(tmp_path / "here"):
+        assert_refused(run("resume", "here"), "here is being trained by another process")
+        assert run("eval", "here").status == 0
+    assert everything(tmp_path / "here") == before
+
+
+def test_a_run_that_was_killed_before_its_result_gets_one(run: Run, recipe: str, tmp_path: Path) -> None:
+    run("train", recipe, "epochs=1", "--out", "here")
+    result = tmp_path / "here" / "result.json"
+    before = result.read_bytes()
+    result.unlink()
+    assert run("resume", "here").status == 0
+    assert result.read_bytes() == before
+
+
+def test_a_damaged_checkpoint_is_a_warning_in_one_line(run: Run, recipe: str, tmp_path: Path) -> None:
+    run("train", recipe, "epochs=2", "--out", "here")
+    newest = max((tmp_path / "here" / "checkpoints").glob("step-*"))
+    newest.write_bytes(newest.read_bytes()[:-3])
+    outcome = run("eval", "here")
+    assert outcome.status == 0
+    assert outcome.err.startswith("equipoise: warning: here/checkpoints/step-000000012.safetensors is damaged")
+    assert outcome.err.count("\n") == 1
+
+
+# What it cannot do
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "command": (["trian"], "No such command"),
+    "option": (["train", "tiny.yaml", "--ot", "x"], "No such option"),
+    "missing argument": (["train"], "Missing argument"),
+    "missing run": (["eval"], "Missing argument"),
+    "extra argument": (["show", "a", "b"], "unexpected extra argument"),
+    "recipe": (["train", "digitz"], 'no recipe is called "digitz"'),
+    "recipe file": (["train", "nowhere.yaml"], "cannot read the recipe nowhere.yaml"),
+    "recipe name too long": (["train", "x" * 5000], "no recipe is called"),
+    "overlay": (["train", "tiny.yaml", "epochs"], 'no recipe is called "epochs"'),
+    "key": (["train", "tiny.yaml", "epocs=3"], 'no option is called "epocs"; did you mean "epochs"?'),
+    "value": (["train", "tiny.yaml", "epochs=many"], "epochs='many': expected a whole number"),
+    "sparsity": (["train", "tiny.yaml", "topology.sparsity=1.2"], "topology: sparsity=1.2"),
+    "several lines": (["train", "tiny.yaml", "topology=a\nb\n\nc"], "no topology is called"),
+    "yaml": (["train", "tiny.yaml", "topology=[1"], "not valid YAML"),
+    "size": (["train", "tiny.yaml", "model.size=16"], "does not take images of 1x8x8"),
+    "padding": (["train", "tiny.yaml", "data.augment.pad=9"], "cannot be reflect-padded by 9"),
+    "data": (["train", "tiny.yaml", "data=cifar10", "data.root=nowhere"], "CIFAR-10: no data_batch_1 in"),
+    "device": (["train", "tiny.yaml", "device=cuda:77"], "device=cuda:77"),
+    "number of epochs": (["demo", "--epochs", "0"], "epochs"),
+    "run": (["show", "nowhere"], "nowhere is not a run: it has no recipe.yaml"),
+    "run to resume": (["resume", "nowhere"], "nowhere is not a run"),
+    "run to score": (["eval", "nowhere"], "nowhere is not a run"),
+    "run of a name too long": (["show", "x" * 5000], "is not a run"),
+    "kind": (["list", "modles"], 'no kind is called "modles"; did you mean "models"?'),
+    "folder below a file": (["train", "tiny.yaml", "--out", "tiny.yaml/x"], "tiny.yaml/x"),
+    "folder of a name too long": (["train", "tiny.yaml", "--out", "x" * 5000], "File name too long"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_one_line_and_leaves_nothing_behind(case: str, run: Run, recipe: str, tmp_path: Path) -> None:
+    words, told = WRONG[case]
+    before = sorted(tmp_path.rglob("*"))
+    assert_refused(run(*words), told)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_an_existing_folder_is_never_clobbered(command: str, run: Run, recipe: str, tmp_path: Path) -> None:
+    words = ["train", recipe] if command == "train" else ["demo", "--epochs", "1"]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    before = everything(tmp_path)
+    assert_refused(run(*words, "--out", "full"), "full exists")
+    assert_refused(run(*words, "--out", "file"), "file exists")
+    assert everything(tmp_path) == before
+
+
+def test_without_tensorboard_nothing_is_left_behind(
+    run: Run, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert_refused(run("train", recipe, "--out", "here", "--tensorboard"), "TensorBoard is not installed")
+    assert not (tmp_path / "here").exists()
+
+
+def test_a_table_that_does_not_fit_in_memory_leaves_nothing_behind(
+    run: Run, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("equipoise.correction.cost.available_memory", lambda device: 1000)
+    outcome = run("train", recipe, "correction=agent", "correction.way=replay", "--out", "here")
+    assert_refused(outcome, "replay needs")
+    assert not (tmp_path / "here").exists()
+
+
+def test_runs_that_cannot_be_scored(run: Run, recipe: str, tmp_path: Path) -> None:
+    in_progress(tmp_path / "fresh", 1)
+    assert_refused(run("eval", "fresh"), "fresh has no sound checkpoint yet")
+    assert_refused(run("eval", "fresh", "--best"), "there is no checkpoint")
+    run("train", recipe, "epochs=1", "--out", "here")
+    assert_refused(run("eval", "here", "--split", "validation"), 'no split is called "validation"')
+    (tmp_path / "here" / "recipe.yaml").write_text(yaml.safe_dump(tiny(model={"name": "mlp", "hidden": 17})))
+    assert_refused(run("eval", "here"), "the checkpoint does not fit the recipe")
+    (tmp_path / "here" / "recipe.yaml").write_text(yaml.safe_dump(tiny(optimizer="adam")))
+    assert_refused(run("resume", "here"), "the checkpoint is of the optimizer SGDOptions, the recipe has AdamOptions")
+    (tmp_path / "here" / "recipe.yaml").write_text("epochs: [")
+    for command in ("eval", "resume"):
+        assert_refused(run(command, "here"), "not valid YAML")
+
+
+@pytest.mark.parametrize(
+    "line", [{"epoch": 1}, {"epoch": 1, "scores": 3, "split": 1}, {"epoch": 1, "correction": []}]
+)
+def test_metrics_that_are_not_ours_are_told(run: Run, tmp_path: Path, line: dict[str, Any]) -> None:
+    RunFolder.create(tmp_path / "here", tiny()).append(line)
+    assert_refused(run("show", "here"), "metrics.jsonl is not as equipoise writes it")
+
+
+def test_a_diverging_run_is_one_line(run: Run, recipe: str, tmp_path: Path) -> None:
+    outcome = run("train", recipe, "optimizer.lr=1e30", "--out", "here")
+    assert outcome.status == 2
+    assert outcome.err.count("\n") == 1
+    assert re.search(r"the loss is not finite at batch \d of epoch 1", outcome.err)
+    assert (tmp_path / "here" / "recipe.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "lines"),
+    [(OSError(28, "No space left on device"), 2, 1), (KeyboardInterrupt(), 130, 0), (BrokenPipeError(), 0, 0)],
+)
+def test_what_happens_from_outside(
+    error: BaseException, status: int, lines: int, run: Run, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("equipoise.training.trainer.Trainer.run", fail)
+    outcome = run("train", recipe, "--out", "here")
+    assert outcome.status in (status, 1 if isinstance(error, BrokenPipeError) else status)
+    assert len(outcome.err.strip().splitlines()) == lines
+
+
+def test_a_bug_is_not_disguised_as_wrong_input(run: Run, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.training.trainer.Trainer.run", lambda self: 1 / 0)
+    monkeypatch.setattr(sys, "argv", ["equipoise", "train", recipe, "--out", "here"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+# As a program
+
+
+def program(code: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def test_python_m_equipoise(tmp_path: Path) -> None:
+    """Also into a pipe that is closed early, and where the terminal knows no letters beyond ASCII."""
+    listed = program(["-m", "equipoise", "list"], PYTHONIOENCODING="ascii", COLUMNS="40")
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert "rigl" in listed.stdout
+    refused = program(["-m", "equipoise", "show", str(tmp_path / "\udcff\n[/b]")])
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+    assert refused.stdout == ""
+
+
+def test_importing_the_package_is_light() -> None:
+    """A second and a half beyond torch's own import at most, and none of the heavy packages."""
+    code = (
+        "import time, sys, torch; start = time.process_time(); import equipoise; "
+        "print(time.process_time() - start); print(*sys.modules)"
+    )
+    seconds, modules = program(["-c", code]).stdout.splitlines()
+    assert float(seconds) < 1.5
+    loaded = {name.partition(".")[0] for name in modules.split()}
+    assert not loaded & {"sklearn", "scipy", "matplotlib", "PIL", "rich", "typer", "torchvision", "timm", "pandas"}

@@ -1,0 +1,182 @@
+"""Killed and resumed in the middle of an epoch, a run ends bit-equal to one that was not."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from correction_helpers import Noisy, assert_same
+from correction_oracle import cross_entropy, make_batches, perceptron
+from equipoise.correction import (
+    MVR,
+    SAGA,
+    SGD,
+    SVRG,
+    Agent,
+    AgentMVR,
+    AgentNoGamma,
+    AlphaSVRG,
+    Correction,
+    Estimator,
+    FixedC,
+)
+from equipoise.errors import UserError
+from equipoise.topology import GMP, SET, Algorithm, RigL
+from equipoise.training import checkpoint
+
+ESTIMATORS: dict[str, Estimator] = {
+    "sgd": SGD(),
+    "agent": Agent(),
+    "agent, replay": Agent(way="replay", loss_share=1.0),
+    "agent, running": Agent(way="running"),
+    "no gamma, bf16 replay": AgentNoGamma(way="replay", table="bf16", loss_share=1.0),
+    "fixed, fraction": FixedC(fraction=0.4),
+    "svrg, share": SVRG(share=0.5),
+    "svrg, every 3 steps": SVRG(every=3),
+    "alpha-svrg": AlphaSVRG(),
+    "gradient": SVRG(coefficient="gradient"),
+    "gradient per layer, running": SVRG(coefficient="gradient", per_layer=True, way="running"),
+    "pays": SVRG(coefficient="gradient", when="pays", probe=3),
+    "from epoch 1": SVRG(from_epoch=1),
+    "mvr": MVR(),
+    "agent-mvr": AgentMVR(),
+    "saga": SAGA(),
+    "saga, bf16": SAGA(table="bf16"),
+}
+ALGORITHMS: dict[str, Algorithm] = {
+    "set": SET(sparsity=0.5, every=4),
+    "rigl, corrected growth": RigL(sparsity=0.5, every=4, growth="corrected", until=1.0),
+    "gmp": GMP(sparsity=0.5, every=4, until=1.0),
+}
+BATCHES, EPOCHS = 5, 4
+
+
+class Run:
+    """A training loop with all of its state in one place."""
+
+    def __init__(self, estimator: Estimator, algorithm: Algorithm) -> None:
+        torch.manual_seed(0)
+        self.model = Noisy()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.topology = algorithm.attach(self.model, self.optimizer, EPOCHS * BATCHES + 1)
+        self.correction = estimator.attach(self.model, self.topology, total_steps=EPOCHS * BATCHES)
+        self.batches = make_batches(BATCHES, size=8, dtype=torch.float32)
+        self.losses: list[float] = []
+        self.step = 0
+
+    def train(self, until: int) -> None:
+        estimator, correction = self.correction.estimator, self.correction
+        while self.step < until:
+            i = self.step % BATCHES
+            if self.step % estimator.every == 0 if estimator.every else i == 0:
+                coming = self.batches[i:] if estimator.source == "replay" else self.batches
+                correction.refresh(coming, cross_entropy, epoch=self.step // BATCHES)
+            loss = correction.backward(cross_entropy, *self.batches[i], index=i)
+            self.losses.append(loss.item())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "topology", "correction")}
+        return parts | {"random": torch.get_rng_state(), "step": self.step, "losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("model", "optimizer", "topology", "correction"):
+            getattr(self, name).load_state_dict(state[name])
+        torch.set_rng_state(state["random"])
+        self.step, self.losses = state["step"], list(state["losses"])
+
+    def outcome(self) -> list[Any]:
+        masks = {name: mask.clone() for name, mask in self.topology.masks.items()}
+        return [self.losses, self.model.state_dict(), masks, self.correction.report(), self.correction.passes]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("kill", [2, 8, 13])
+def test_resuming_in_mid_epoch_is_bit_equal(name: str, algorithm: str, kill: int, tmp_path: Path) -> None:
+    estimator, chosen = ESTIMATORS[name], ALGORITHMS[algorithm]
+    if estimator.source in ("previous", "table") and isinstance(chosen, RigL):
+        chosen = RigL(sparsity=0.5, every=4, until=1.0)
+    whole = Run(estimator, chosen)
+    whole.train(kill)
+    checkpoint.save(tmp_path / "state.safetensors", whole.state_dict())
+    whole.train(EPOCHS * BATCHES)
+    torch.manual_seed(99)
+    resumed = Run(estimator, chosen)
+    with torch.no_grad():
+        resumed.model.last.bias.add_(1)  # whatever it is made with, the state counts
+    resumed.load_state_dict(checkpoint.load(tmp_path / "state.safetensors"))
+    resumed.train(EPOCHS * BATCHES)
+    assert whole.topology.updates >= 4
+    assert_same(whole.outcome(), resumed.outcome())
+
+
+def test_at_the_end_of_an_epoch_replay_stores_no_gradients() -> None:
+    run = Run(SVRG(way="replay"), SET(sparsity=0.5, every=4))
+    run.train(3)
+    assert len(run.correction.state_dict()["source"]["rows"]) == 2
+    run.train(5)
+    assert run.correction.state_dict()["source"] == {"rows": [], "randoms": [], "mean": None}
+
+
+def test_a_state_may_be_loaded_twice() -> None:
+    """Training on with a loaded state does not change what was loaded."""
+    run = Run(SVRG(coefficient="gradient"), SET(sparsity=0.5, every=4))
+    run.train(7)
+    state = copy.deepcopy(run.state_dict())
+    outcomes = []
+    for _ in range(2):
+        again = Run(SVRG(coefficient="gradient"), SET(sparsity=0.5, every=4))
+        # torch's optimizers go on with the very tensors they are given
+        again.load_state_dict(state | {"optimizer": copy.deepcopy(state["optimizer"])})
+        again.train(14)
+        outcomes.append(again.outcome())
+    assert_same(*outcomes)
+
+
+def test_the_state_of_another_correction_or_model_is_refused() -> None:
+    model, batches = perceptron(), make_batches(4)
+
+    def state(estimator: Estimator, model: Any) -> dict[str, Any]:
+        correction: Correction = estimator.attach(model)
+        correction.refresh(batches, cross_entropy)
+        return correction.state_dict()
+
+    with pytest.raises(UserError, match="the state is of SVRG, this correction is Agent"):
+        Agent().attach(model).load_state_dict(state(SVRG(), model))
+    with pytest.raises(UserError, match="another model"):
+        Agent().attach(Noisy().double()).load_state_dict(state(Agent(), model))
+
+
+def test_copies_train_on_their_own() -> None:
+    run = Run(SVRG(), SET(sparsity=0.5, every=4))
+    run.train(7)
+    twin = copy.deepcopy(run)
+    assert twin.correction.model is twin.model
+    assert twin.correction.topology is twin.topology
+    random = torch.get_rng_state()
+    twin.train(15)
+    weights = [p.detach().clone() for p in run.model.parameters()]
+    torch.set_rng_state(random)
+    assert_same(weights, [p.detach() for p in run.model.parameters()])
+    run.train(15)
+    assert_same(run.outcome(), twin.outcome())
+
+
+def test_states_hold_only_what_a_checkpoint_can(tmp_path: Path) -> None:
+    """And the tensors of old gradients have the size of the active weights."""
+    run = Run(SVRG(way="replay", table="bf16"), SET(sparsity=0.8, every=100))
+    run.train(2)
+    state = run.correction.state_dict()
+    checkpoint.save(tmp_path / "c.safetensors", state)
+    active = run.topology.active + sum(p.numel() for p in run.model.parameters() if p.dim() == 1)
+    rows: list[Tensor] = state["source"]["rows"]
+    assert [(row.numel(), row.dtype) for row in rows] == [(active, torch.bfloat16)] * 3
+    assert state["snapshot"] == {}, "replay with a fixed weight keeps no old weights"

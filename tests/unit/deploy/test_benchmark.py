@@ -1,0 +1,116 @@
+"""`equipoise bench`: sizes by hand, rivals that take turns, and what it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy_helpers import forge, random_network
+from equipoise import cli
+from equipoise.deploy import benchmark as benching
+from equipoise.deploy import onnx_model, write_packed
+from equipoise.deploy.benchmark import bench, interleaved, using_threads
+from equipoise.display.deploy_tables import report_lines, size
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "out.safetensors"
+    write_packed(random_network("small")[0], path)
+    return path
+
+
+def test_sizes_are_counted_right(file: Path) -> None:
+    report = bench(file, repeats=1, threads=1)
+    network, judge = random_network("small")
+    weights = [tensor for tensor in network.state.values() if tensor.dim() > 1]
+    biases = 32 + 64 + 128 + 10  # of the folded norms and the last layer
+    assert report.stored == sum(int((weight != 0).sum()) for weight in weights) + biases
+    assert report.parameters == sum(p.numel() for p in judge.parameters())
+    assert report.dense_bytes == sum(t.numel() * t.element_size() for t in network.state.values())
+    assert report.file_bytes == os.path.getsize(file)
+    assert report.layers == 4
+    assert report.threads == 1
+    assert report.seconds.keys() >= {"equipoise", "PyTorch", "PyTorch channels_last"}
+    assert all(time > 0 for pair in report.seconds.values() for time in pair)
+    assert report.dense[1] == min(report.seconds[name][1] for name in ("PyTorch", "PyTorch channels_last"))
+
+
+def test_onnxruntime_takes_part_where_it_is_installed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    assert "onnxruntime" in bench(file, repeats=1).seconds
+    monkeypatch.setattr(onnx_model, "NEEDED", ("onnx_of_nowhere",))
+    report = bench(file, repeats=1)
+    assert "onnxruntime" not in report.seconds
+    assert "without onnxruntime: onnx_of_nowhere not installed" in str(list(report_lines(report))[-1])
+
+
+def test_rivals_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    clock = 0.0
+    takes = {"a": iter([50.0, 1.0, 9.0, 2.0]), "b": iter([50.0, 3.0, 3.0, 8.0])}
+
+    def run(name: str) -> None:
+        nonlocal clock
+        order.append(name)
+        clock += next(takes[name])
+
+    monkeypatch.setattr(benching.time, "perf_counter", lambda: clock)
+    assert interleaved({"a": lambda: run("a"), "b": lambda: run("b")}, 3) == {"a": 2.0, "b": 3.0}
+    assert order == ["a", "b"] * 4
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+    with using_threads(before + 1) as count:
+        assert count == torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_the_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", str(file), "--repeats", "1", "--threads", "1"])
+    assert stopped.value.code == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert re.search(r"^file +[\d.]+ kB, dense float32 394 kB: 1/1\d\.\d$", out, re.M)
+    assert re.search(r"^parameters +5,\d\d\d of 98,\d\d\d stored: \d\.\d\d %$", out, re.M)
+    assert re.search(r"^layers +\d of 4 run sparse", out, re.M)
+    for rival in ("equipoise", "PyTorch", "PyTorch channels_last"):
+        assert re.search(rf"^{rival} +[\d.]+ ms +[\d.]+ × +\d+ images/s +[\d.]+ ×$", out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nothing"], "there is no file"),
+        (["{}", "--repeats", "0"], "repeats"),
+        (["{}", "--threads", "99999999999"], "threads"),
+    ],
+)
+def test_wrong_input(file: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", *(word.format(file) for word in words)])
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert told in err
+
+
+def test_a_newer_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newer = forge(file, tmp_path / "newer", header={"version": 2})
+    with pytest.raises(SystemExit):
+        cli.main(["bench", str(newer)])
+    assert "is of version 2; this equipoise reads version 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (614_247, "614 kB"), (45_300_000, "45.3 MB")]
+)
+def test_sizes_for_people(count: int, text: str) -> None:
+    assert size(count) == text

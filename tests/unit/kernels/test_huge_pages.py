@@ -1,0 +1,69 @@
+"""Memory in huge pages: zero, apart from each other, and each process's own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.kernels.huge_pages import FLOAT, HUGE_PAGE, Slab, zeros
+from equipoise.kernels.taps import ConvShape, Pattern
+
+
+@pytest.mark.parametrize("count", [0, 1, HUGE_PAGE // FLOAT - 1, HUGE_PAGE // FLOAT, 3 * HUGE_PAGE // FLOAT + 5])
+def test_zeros_are_zeros_that_can_be_written(count: int) -> None:
+    memory = zeros(count)
+    assert memory.shape == (count,)
+    assert memory.dtype == torch.float32
+    assert not memory.any()
+    memory.fill_(2)
+    assert memory.sum(dtype=torch.float64) == 2.0 * count
+
+
+def test_large_memory_begins_with_a_huge_page() -> None:
+    assert zeros(HUGE_PAGE).data_ptr() % HUGE_PAGE == 0
+
+
+def test_a_forked_process_has_its_own() -> None:
+    memory = zeros(HUGE_PAGE)
+    child = os.fork()
+    if child == 0:
+        memory.numpy()[:] = 1
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not memory.any()
+
+
+@given(st.lists(st.integers(0, 3000), max_size=20))
+def test_pieces_of_a_slab_do_not_overlap(counts: list[int]) -> None:
+    slab = Slab(chunk=8192)
+    pieces = [slab.take(count) for count in counts]
+    for number, piece in enumerate(pieces, 1):
+        assert not piece.any()
+        assert piece.data_ptr() % 64 == 0 or piece.numel() == 0
+        piece.fill_(number)
+    assert all((piece == number).all() for number, piece in enumerate(pieces, 1))
+
+
+def test_a_pattern_notices_indices_that_change_in_place() -> None:
+    index = torch.tensor([0, 2], dtype=torch.int32)
+    pattern = Pattern(ConvShape(2, 2), index)
+    assert pattern.fits(index)
+    index[1] = 3
+    assert not pattern.fits(index)
+    index[1] = 2
+    assert pattern.fits(index)
+    assert pattern.fits(index.clone())
+    index.data = torch.tensor([1, 2], dtype=torch.int32)  # as a snapshot does
+    assert not pattern.fits(index)
+
+
+def test_huge_pages_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EQUIPOISE_HUGE_PAGES", "off")
+    slab = Slab()
+    one, other = slab.take(8), slab.take(8)
+    assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 8 * FLOAT
+    assert zeros(2 * HUGE_PAGE).untyped_storage().nbytes() == 2 * HUGE_PAGE * FLOAT

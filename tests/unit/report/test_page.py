@@ -1,0 +1,360 @@
+"""The report: one page that holds everything, escapes everything, and works in a real browser."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from equipoise.cli import main
+from equipoise.report import make_page, write_report
+from equipoise.report.charts import charts_of
+from equipoise.report.markup import Markup, embedded_json, raw, tag
+from equipoise.report.words import chance, gain_of, number, value_of
+from equipoise.studies.compare import Spread
+from equipoise.studies.reading import read_results
+from equipoise.studies.results import Reading, result_file, write_result
+from equipoise.training.run_folder import RunFolder
+from study_helpers import line, result_json, write_study
+
+HOSTILE = '</script><img src=x onerror="alert(1)">\u2028<!--<script>{{7*7}}&amp;\'"'
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text of each."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((name, dict(attributes)))
+        if name != "meta":
+            self._open.append(name)
+
+    def handle_endtag(self, name: str) -> None:
+        assert self._open.pop() == name
+
+    def handle_data(self, text: str) -> None:
+        self.texts.append((self._open[-1] if self._open else "", text))
+
+    def all(self, name: str) -> list[str]:
+        return [text for element, text in self.texts if element == name]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    write_study(tmp_path / "results" / "s")
+    return tmp_path / "results"
+
+
+def page_of(folder: Path) -> str:
+    return make_page(read_results(folder), "results")
+
+
+# The page
+
+
+def test_verdicts_come_first_and_need_no_script(results: Path) -> None:
+    text = page_of(results)
+    without_scripts = re.sub(r"<script.*?</script>", "", text, flags=re.S)
+    page = Page(without_scripts)
+    assert page.all("h2")[0] == "Claims"
+    assert "✓ holds" in page.all("span")
+    # 0.32 and 0.321 against 0.3 and 0.301 at epoch 3
+    assert {"32.05 ± 0.07 %", "30.05 ± 0.07 %"} <= set(page.all("b"))
+    assert any("+2.00 points" in words for words in page.all("p"))
+    cells = page.all("td")
+    assert "62.05 ± 0.07" in cells  # AGENT at the end, at equal epochs
+    assert "35.00 %" in cells  # the paper's number, beside
+    assert "32.05 ± 0.07 %" in cells
+    assert "−2.95 points" in cells
+
+
+def test_where_there_is_nothing_to_report_no_page_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in "ab":
+        (tmp_path / "damaged" / name).mkdir(parents=True)
+        (tmp_path / "damaged" / name / "recipe.yaml").write_text("epochs: 3")
+    for folder, words in (
+        ("empty", "holds no results"),
+        ("damaged", "b: left out: it has no metrics.jsonl yet (3 other lines)"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["report", str(tmp_path / folder), "-o", str(tmp_path / "page.html")])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("equipoise: nothing to report: ")
+        assert words in line
+        assert not (tmp_path / "page.html").exists()
+
+
+def test_a_margin_is_said_with_its_claim(tmp_path: Path) -> None:
+    asked = {"says": "AGENT loses nothing", "better": "SGD", "than": "AGENT", "at": 3, "margin": 0.03}
+    write_study(tmp_path / "s", claims=[asked, {**asked, "margin": -1}])
+    page = Page(page_of(tmp_path))
+    assert "✓ holds" in page.all("span")
+    assert any("up to 3.00 points worse counts as maintained" in words for words in page.all("p"))
+    assert any("claim 2: left out: its margin is not a number from 0 on" in line for line in page.all("li"))
+
+
+def test_a_run_in_the_middle_of_its_schedule_is_marked_and_not_compared(tmp_path: Path) -> None:
+    write_study(tmp_path / "s")
+    for seed in (0, 1):
+        value = result_json("AGENT", seed, 0.02)
+        for entry in value["epochs"]:
+            entry["passes"] = {kind: 2 * count for kind, count in entry["passes"].items()}
+        write_result(result_file(tmp_path / "s", "AGENT", seed), value)
+    page = Page(page_of(tmp_path))
+    cells = page.all("td")
+    assert "32.05 ± 0.07 †" in cells  # after three of six epochs, which cost as much as six of SGD
+    assert cells[cells.index("32.05 ± 0.07 †") + 1] == "–"
+    assert any("† in the middle of its schedule" in words for words in page.all("h3"))
+
+
+def test_gains_are_differences_of_one_seed_at_every_epoch_from_the_arm_that_is_to_be_beaten(tmp_path: Path) -> None:
+    claims = [
+        {"says": "x", "better": better, "than": than, "metric": "accuracy"}
+        for better, than in (("AGENT", "SGD"), ("AGENT", "SVRG"), ("SGD", "SVRG"), ("Short", "SGD"), ("Gone", "SGD"))
+    ]
+    folder = write_study(tmp_path / "s", ["SGD", "SVRG", "AGENT", "Short"], claims=claims)
+    value = result_json("AGENT", 1, 0.04)
+    value["epochs"][2]["scores"]["plain"]["accuracy"] += 0.02  # 0.06 above SGD instead of 0.04, in one seed
+    write_result(result_file(folder, "AGENT", 1), value)
+    for seed in (0, 1):  # half the schedule of SGD: another learning rate at each epoch
+        short = result_json("Short", seed, 0.06)
+        write_result(result_file(folder, "Short", seed), {**short, "epochs": short["epochs"][:3]})
+    (study,) = read_results(tmp_path).studies
+    (chart,) = [chart for chart in charts_of(study) if chart.get("form") == "points"]
+    assert chart["names"][2] == "AGENT - SGD"
+    (series,) = chart["views"][0]["series"]
+    assert (chart["views"][0]["label"], series["arm"]) == ("plain", 2)
+    assert [point[:3] for point in series["points"]] == [[epoch, None, None] for epoch in range(1, 7)]
+    means, deviations = zip(*(point[3:] for point in series["points"]), strict=True)
+    assert means == pytest.approx([0.04, 0.04, 0.05, 0.04, 0.04, 0.04])
+    assert deviations == pytest.approx([0, 0, 0.02 / 2**0.5, 0, 0, 0], rel=1e-4, abs=1e-9)
+
+
+def test_a_run_that_diverged_is_named_with_its_arm(results: Path) -> None:
+    lost = {**result_json("SGD", 1), "epochs": [], "diverged": "the loss is nan at batch 3 of epoch 1"}
+    write_result(result_file(results / "s", "SGD", 1), lost)
+    page = Page(page_of(results))
+    assert "SGD, seed 1: diverged, the loss is nan at batch 3 of epoch 1" in page.all("li")
+    assert "diverged" in page.all("th")
+    assert "seed 1" in page.all("td")
+    assert any("SGD diverged (seed 1)" in words for words in page.all("p"))
+    assert "✓ holds" in page.all("span")
+
+
+def test_the_days_of_the_runs_are_told_as_one_span(results: Path) -> None:
+    assert "2026-11-15" in page_of(results)
+    assert " to 2026" not in page_of(results)
+    late = result_json("SGD", 1)
+    late["environment"] = {**late["environment"], "date": "2026-11-17"}
+    write_result(result_file(results / "s", "SGD", 1), late)
+    assert "2026-11-15 to 2026-11-17" in page_of(results)
+
+
+def test_a_run_that_learned_nothing_is_named(results: Path) -> None:
+    idle = result_json("SGD", 1)
+    idle["epochs"] = [{**line, "train_loss": 2.3} for line in idle["epochs"]]
+    write_result(result_file(results / "s", "SGD", 1), idle)
+    page = Page(page_of(results))
+    assert "SGD, seed 1: learned nothing, its loss did not fall" in page.all("li")
+    assert any("SGD learned nothing (seed 1)" in words for words in page.all("p"))
+
+
+def test_the_data_of_the_charts_is_that_of_the_files(results: Path) -> None:
+    (text,) = [t for t in Page(page_of(results)).all("script") if t.startswith("[")]
+    (study,) = json.loads(text)
+    assert study["arms"] == ["SGD", "AGENT"]
+    charts = {chart["title"]: chart for chart in study["charts"]}
+    points = charts["Accuracy on test images"]["views"][0]["series"][1]["points"]
+    assert points[2] == [3, 3, 6, pytest.approx(0.3205), pytest.approx(0.00070711, rel=1e-4)]
+    assert [view["label"] for view in charts["Correction"]["views"]] == ["c", "weight γc"]
+    assert charts["Correction"]["views"][0]["series"] == [
+        {"arm": 1, "points": [[i, i, 2 * i, 0.5, 0] for i in range(1, 7)]}
+    ]
+    assert charts["Cost"]["groups"][0]["rows"] == [[0, 1, 0], [1, 1, 0]]
+    dots = charts["Density by layer"]
+    assert dots["layers"] == [["fc", 100], ["head", 10]]
+    assert dots["series"] == [{"arms": [0, 1], "densities": [0.05, 1]}]
+
+
+def test_the_page_loads_nothing_and_runs_only_its_own_script(results: Path) -> None:
+    write_study(results / "t", title="Another")
+    text = page_of(results)
+    page = Page(text)
+    assert not [
+        a for _, attributes in page.elements for a in attributes if a in ("src", "style") or a.startswith("on")
+    ]
+    assert {a["href"][0] for _, a in page.elements if a.get("href")} == {"#"}  # of the table of contents
+    assert set(re.findall(r"https?://[^\s\"')]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "@import" not in text
+    assert "url(" not in "".join(page.all("style"))
+    (policy,) = [a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    script = max(page.all("script"), key=lambda t: "use strict" in t)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy  # type: ignore[operator]
+    assert "default-src 'none'" in policy  # type: ignore[operator]
+
+
+def hostile_study(folder: Path) -> Path:
+    """Every name and text of a study is an attack."""
+    asked = {
+        "version": 1,
+        "name": HOSTILE,
+        "title": HOSTILE,
+        "about": HOSTILE,
+        "arms": {HOSTILE: {}, "none" + HOSTILE: {}},
+    }
+    claims = [
+        {"says": HOSTILE, "better": HOSTILE, "than": HOSTILE},
+        {"better": HOSTILE, "than": "X", "metric": HOSTILE},
+    ]
+    paper = [{"arm": HOSTILE, "what": HOSTILE, "value": 1, "way": HOSTILE}]
+    write_result(folder / "study.json", {**asked, "claims": claims, "paper": paper})
+    for seed in (0, 1):
+        value = result_json(HOSTILE, seed, name=HOSTILE)
+        value["layers"] = {HOSTILE: {"size": 10, "active": 1}}
+        value["environment"] = dict.fromkeys(("device", "torch", "equipoise", "date"), HOSTILE)
+        value["recipe"] = {HOSTILE: HOSTILE}
+        value["epochs"][-1]["split"] = HOSTILE
+        write_result(result_file(folder, HOSTILE, seed), value)
+    (folder / "<img src=x onerror=alert(1)>.json").write_text("{")
+    return folder
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    hostile_study(tmp_path / "results" / "s")
+    write_study(tmp_path / "results" / "t")
+    page = Page(page_of(tmp_path / "results"))
+    names = [name for name, _ in page.elements]
+    assert "img" not in names
+    assert names.count("script") == 2
+    assert not [a for _, attributes in page.elements for a in attributes if a.startswith("on")]
+    assert HOSTILE in page.all("h2")
+    assert Page(page_of(tmp_path / "results" / "s")).all("h1") == [HOSTILE]
+    (data,) = [t for t in page.all("script") if t.startswith("[")]
+    assert json.loads(data)[0]["arms"][0] == HOSTILE
+    assert not set("<>&\u2028") & set(data)
+    assert any("<img" in item for item in page.all("li"))
+
+
+def test_problems_are_on_the_page_and_an_empty_reading_has_one_too(results: Path) -> None:
+    (results / "s" / "zzz.json").write_text('{"version": 9}')
+    assert any("version 9" in item for item in Page(page_of(results)).all("li"))
+    page = Page(make_page(Reading((), ("nothing there",)), "results"))
+    assert "nothing there" in page.all("li")
+
+
+def test_a_run_gives_the_same_page(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "my run", {"epochs": 2})
+    for i in (1, 2):
+        folder.append(line(i, 0.25 * i, c=0.4))
+    folder.finish({"version": 1, "test": {"plain": {"accuracy": 0.51}}})
+    reading = write_report(tmp_path / "my run", tmp_path / "deep" / "x.html")
+    assert reading.problems == ()
+    page = Page((tmp_path / "deep" / "x.html").read_text(encoding="utf-8"))
+    assert page.all("h1") == ["my run"]
+    assert "51.00" in page.all("td")
+    assert "2 epochs" in page.all("p")
+    points = json.loads(page.all("script")[0])[0]["charts"][0]["views"][0]["series"][0]["points"]
+    assert points == [[1, 1, 2, 0.25, None], [2, 2, 4, 0.5, None]]
+    assert {"Accuracy on test images", "Correction"} <= set(page.all("figcaption"))
+
+
+# The command
+
+
+def test_the_command_names_problems_and_writes_the_page(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (results / "s" / "zzz.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["report", "results"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out == ["results/s/zzz.json: left out: not JSON, perhaps written by half", "report: report.html"]
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("out", [".", "file/below.html"])
+def test_a_path_that_cannot_be_written_is_one_line(
+    results: Path, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(SystemExit) as end:
+        main(["report", "results", "-o", out])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("equipoise: cannot write the report to ")
+
+
+def test_a_name_of_half_a_surrogate_pair_is_written(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "s", title="\ud800 a title")
+    write_report(folder, tmp_path / "x.html")
+    assert "? a title" in (tmp_path / "x.html").read_text(encoding="utf-8")
+
+
+# Words and markup
+
+
+def test_markup_escapes_all_but_itself() -> None:
+    assert tag("p", "<b>", tag("b", "&"), class_='a"b', hidden=True, id=None) == (
+        '<p class="a&quot;b" hidden>&lt;b&gt;<b>&amp;</b></p>'
+    )
+    assert isinstance(tag("p"), Markup)
+    assert json.loads(embedded_json({"a": HOSTILE}, "x").partition(">")[2].removesuffix("</script>")) == {
+        "a": HOSTILE
+    }
+    with pytest.raises(ValueError, match="ends its own"):
+        raw("script", "'</SCRIPT>'")
+
+
+def test_numbers_are_written_as_people_do() -> None:
+    assert value_of("epochs-to", Spread(21.0, 7.0711, 2)) == "21 ± 7.1"
+    assert value_of("epochs-to", Spread(2.0, 0.0, 3, 1)) == "2, never in 1 of 3"
+    assert value_of("accuracy", Spread(0.81044, 0.0012, 2)) == "81.04 ± 0.12 %"
+    assert value_of("accuracy", Spread(0.5, None, 1)) == "50.00 %"
+    assert value_of("epochs-to", Spread(12.5, 0.70711, 2)) == "12.5 ± 0.71"
+    assert value_of("epochs-to", Spread(float("inf"), None, 2)) == "never"
+    assert value_of("accuracy", None) == "–"
+    assert gain_of("accuracy", Spread(-0.0123, None, 1)) == "−1.23 points"
+    assert gain_of("accuracy", Spread(-1e-9, None, 1)) == "0.00 points"
+    assert [number(x) for x in (0, 3, 0.12345, 1234.5, 1e-9, None)] == ["0", "3", "0.123", "1234", "1.00e-09", "–"]
+    assert [chance(p) for p in (None, 1e-5, 0.0123, 0.5)] == ["–", "< 0.001", "0.012", "0.50"]
+
+
+# A real browser
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize("kind", ["sound", "hostile"])
+def test_chromium_draws_the_charts_without_an_error(tmp_path: Path, kind: str) -> None:
+    folder = write_study(tmp_path / "s") if kind == "sound" else hostile_study(tmp_path / "s")
+    write_report(folder, tmp_path / "report.html")
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", *quiet, "--enable-logging=stderr"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "report.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert not [words for words in done.stderr.splitlines() if "CONSOLE" in words]
+    charts = done.stdout.count('<figure class="chart')
+    assert charts >= 5
+    assert len(re.findall(r"<svg [^>]*role=\"img\"", done.stdout)) >= charts
+    assert len(re.findall(r'<path class="line [^"]*" d="M[\d.,L-]+"', done.stdout)) >= (3 if kind == "sound" else 2)
+    assert '<rect class="bar a0"' in done.stdout
+    assert "NaN" not in done.stdout.partition("<script")[0]
+    assert "<img" not in done.stdout

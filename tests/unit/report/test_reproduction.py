@@ -1,0 +1,163 @@
+"""The page that sets results beside the paper."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equipoise.errors import UserError
+from equipoise.report.reproduction import Item, paper_items, shown, summary, with_results, write_page
+from equipoise.studies.compare import Spread
+from equipoise.studies.design import read_study
+from equipoise.studies.reading import read_results
+from equipoise.studies.results import result_file, write_result
+
+
+def put(
+    results: Path, arm: str, seed: int, accuracies: dict[int, float], commit: str = "0123456789abcdef", **more: Any
+) -> None:
+    """A finished result of the study of MVR with these accuracies at these epochs."""
+    epochs: list[dict[str, Any]] = [
+        {
+            "epoch": epoch,
+            "step": 10 * epoch,
+            "scores": {way: {"loss": 1.0, "accuracy": accuracy} for way in ("plain", "reestimated")},
+            "passes": {"forward": 10 * epoch, "backward": 10 * epoch},
+            "seconds": 2.0 * epoch,
+            "correction": {},
+        }
+        for epoch, accuracy in accuracies.items()
+    ]
+    environment = {"device": "cpu", "torch": "2", "date": "2026-01-02", "commit": commit}
+    value = {"version": 1, "study": "mvr", "arm": arm, "seed": seed, "finished": True, "epochs": epochs, **more}
+    write_result(result_file(results / "mvr", arm, seed), {**value, "environment": environment})
+
+
+def row(page: str, first: str) -> list[str]:
+    """The cells of the only line of a table that begins so."""
+    lines = [line for line in page.splitlines() if line.startswith(f"| {first} |")]
+    assert len(lines) == 1
+    return [cell.strip() for cell in lines[0].strip("|").split(" | ")]
+
+
+def test_without_results_everything_is_there_and_not_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none is not a folder"):
+        write_page(tmp_path / "none", tmp_path / "docs/page.md")
+    (tmp_path / "none").mkdir()
+    write_page(tmp_path / "none", tmp_path / "docs/page.md")
+    page = (tmp_path / "docs/page.md").read_text()
+    for item in paper_items():
+        assert row(page, item.item)[-1].startswith("not run: ")
+        for name in item.studies:
+            assert f"\n## {name}\n" in page
+    assert "| AGENT 99 % | accuracy, epoch 20 | 69.8 % | not run |" in page
+
+
+def test_verdicts_and_numbers(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    write_result(results / "mvr/study.json", read_study("mvr").asked())
+    for seed, (mvr, both) in enumerate([((0.5, 0.7), (0.6, 0.8)), ((0.52, 0.9), (0.64, 0.85))]):
+        put(results, "MVR", seed, {20: mvr[0], 40: mvr[1]})
+        put(results, "AGENT+MVR", seed, {20: both[0], 40: both[1]})
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    # after 20 epochs better in both seeds; after 40 by 0.1 and -0.05, so only in the mean
+    assert row(page, "AGENT with MVR has a higher accuracy than MVR after 20 epochs")[1:] == [
+        "62.0 ± 2.8 % (2)",
+        "51.0 ± 1.4 % (2)",
+        "0.058",
+        "holds",
+    ]
+    assert row(page, "AGENT with MVR has a higher accuracy than MVR after 40 epochs")[-1] == "holds in part"
+    control = row(page, "Control: AGENT with MVR is better than plain SGD after 40 epochs")
+    assert control[-1] == "not run: SGD has no finished seed"
+    assert row(page, "Table 5")[-1] == "**holds in part** (1 of 2 claims hold, none with p < 0.05, 8 not run)"
+    assert "| MVR | accuracy, epoch 20 | 62.6 % | 51.0 ± 1.4 % (2) |" in page
+    assert "| MVR | 0, 1 | 80.0 ± 14.1 % (2) | 80.0 ± 14.1 % (2) |  | 80 (2) |" in page
+    assert "Run on cpu, torch 2, 2026-01-02, commit 0123456789. Not run: SGD, MVR without momentum, " in page
+    assert row(page, "Table 1 TRADES")[-1].startswith("not run")
+
+
+def test_an_arm_that_diverged_is_named_and_loses(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    put(results, "MVR", 0, {}, diverged="the loss is nan at batch 3 of epoch 1")
+    put(results, "AGENT+MVR", 0, {20: 0.6, 40: 0.7}, commit="fedcba9876543210+changes")
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "commit 0123456789; cpu, torch 2, 2026-01-02, commit fedcba9876 with changes." in page
+    assert "without momentum. Diverged: MVR, seed 0: the loss is nan at batch 3 of epoch 1." in page
+    claim = row(page, "AGENT with MVR has a higher accuracy than MVR after 20 epochs")
+    assert claim[1:] == ["", "", "", "holds: MVR diverged (seed 0)"]
+    assert "| MVR | 0 | diverged |  |  |  |" in page
+    assert "| MVR | accuracy, epoch 20 | 62.6 % | diverged |" in page
+
+
+def test_a_run_that_learned_nothing_is_named(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    for arm, last in (("MVR", 2.3), ("AGENT+MVR", 1.1)):
+        put(results, arm, 0, dict.fromkeys((10, 20, 25, 30, 40), 0.1))
+        file = result_file(results / "mvr", arm, 0)
+        value = json.loads(file.read_text())
+        for line in value["epochs"]:
+            line["train_loss"] = last if line["epoch"] == 40 else 2.3
+        write_result(file, value)
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert page.count("Learned nothing: MVR, seed 0.") == 1
+    claim = row(page, "AGENT with MVR has a higher accuracy than MVR after 20 epochs")
+    assert claim[-1] == "does not hold: MVR learned nothing (seed 0)"
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [
+        ((0.1, 0.1), "**holds** (2 of 2 claims hold, one seed, 2 not run), 0 of 1 controls"),
+        ((-0.1, 0.1), "**holds in part** (1 of 2 claims hold, one seed, 2 not run), 0 of 1 controls"),
+        ((-0.1, -0.1), "**does not hold** (0 of 2 claims hold, one seed, 2 not run), 0 of 1 controls"),
+    ],
+)
+def test_the_verdict_on_a_table_is_over_its_claims(tmp_path: Path, gains: tuple[float, float], verdict: str) -> None:
+    results = tmp_path / "results"
+    put(results, "MVR", 0, {20: 0.5, 40: 0.5})
+    put(results, "AGENT+MVR", 0, {20: 0.5 + gains[0], 40: 0.5 + gains[1]})
+    put(results, "SGD", 0, {20: 0.9, 40: 0.9})  # a control that fails does not count
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert row(page, "Control: AGENT with MVR is better than plain SGD after 40 epochs")[-1] == "does not hold"
+    studies = {s.name: with_results(read_study("mvr"), s, []) for s in read_results(results).studies}
+    assert summary(Item(item="x", claims="y", studies=["mvr"]), studies) == verdict
+    if verdict.startswith("**holds** "):  # of Table 5 less than half was run
+        assert row(page, "Table 5")[-1].startswith("**holds in part** (2 of 2 claims hold, one seed, 8 not run)")
+
+
+def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    write_result(results / "mvr/study.json", read_study("mvr").asked())
+    for seed in (0, 1):
+        put(results, "MVR", seed, {20: 0.5, 40: 0.5}, recipe=read_study("mvr").raw("MVR", seed))
+        other = read_study("mvr").raw("AGENT+MVR", seed) | {"model": "resnet34"}
+        put(results, "AGENT+MVR", seed, {20: 0.6, 40: 0.6}, recipe=other)
+    (results / "mvr/mvr-seed1.json").write_text("{")
+    told = write_page(results, tmp_path / "page.md")
+    assert [line.partition(": ")[2] for line in told] == [
+        "left out: not JSON, perhaps written by half",
+        "left out: of another recipe",
+        "left out: of another recipe",
+    ]
+    assert "| MVR | 0 | 50.0 % (1) |" in (tmp_path / "page.md").read_text()
+    assert "| AGENT+MVR | 0" not in (tmp_path / "page.md").read_text()
+    (results / "again").mkdir()
+    write_result(results / "again/study.json", read_study("mvr").asked())
+    with pytest.raises(UserError, match="holds the study mvr twice"):
+        write_page(results, tmp_path / "page.md")
+
+
+def test_numbers_are_shown_in_their_units() -> None:
+    assert shown(None, "accuracy") == ""
+    assert shown(Spread(0.12345, None, 1), "robust") == "12.3 % (1)"
+    assert shown(Spread(0.0123, 0.001, 2), "stability") == "1.23 ± 0.1 % (2)"
+    assert shown(Spread(12.0, 1.5, 3), "epochs-to") == "12 ± 1.5 (3)"
+    assert shown(Spread(0.6005, None, 1), "correlation", count=False) == "0.6005"

@@ -1,0 +1,289 @@
+"""Study files: those that come with the package are sound, and wrong ones are refused in one line."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from equipoise.config import parse_yaml
+from equipoise.errors import UserError
+from equipoise.report.reproduction import paper_items
+from equipoise.studies.design import Design, packaged_studies, read_study, same_recipe
+from equipoise.studies.metrics import MEASURED, METRICS
+from equipoise.studies.results import slug
+from equipoise.training.recipe import make_recipe, read_recipe
+from train_helpers import tiny
+
+WANTED = {  # what must be there, whatever else is
+    "sparsity": [0, 1],
+    "table1-standard": [0, 1],
+    "set-itop": [0, 1],
+    "rigl-itop": [0, 1],
+    "gamma": [0, 1],
+    "fixed-c": [0, 1],
+    "at": [0, 1],
+    "mvr": [0, 1],
+    "digits": [0, 1],
+}
+
+
+@cache
+def packaged(name: str) -> Design:
+    return read_study(name)
+
+
+@pytest.mark.parametrize("name", packaged_studies())
+def test_every_arm_of_a_packaged_study_is_a_recipe(name: str) -> None:
+    design = packaged(name)
+    raws = {arm: design.raw(arm, seed) for arm in design.arms for seed in design.seeds}
+    assert len({yaml.safe_dump(raw) for raw in raws.values()}) == len(design.arms), "two arms are the same"
+    recipes = {arm: make_recipe(raw) for arm, raw in raws.items()}
+    assert all(recipe.average for recipe in recipes.values()), "averaged weights are a fair arm"
+    for value in design.paper:
+        assert value.what in METRICS
+        assert value.at is None or value.at <= recipes[value.arm].epochs
+        assert 0 < value.value < 1
+    for claim in design.claims:
+        assert claim.metric in METRICS
+        assert claim.better != claim.than
+        assert (claim.threshold is not None) == (claim.metric == "epochs-to")
+        for arm in (claim.better, claim.than):
+            assert claim.at is None or claim.at <= recipes[arm].epochs
+        if claim.metric in ("robust", "clean"):
+            assert design.robust
+        if claim.metric in MEASURED:
+            assert design.measure
+    places = [(value.arm, value.what, value.at) for value in design.paper]
+    assert len({*places}) == len(places)
+    assert len({claim.says for claim in design.claims}) == len(design.claims)
+
+
+@pytest.mark.parametrize(("name", "seeds"), WANTED.items())
+def test_the_studies_to_be_run_have_two_seeds(name: str, seeds: list[int]) -> None:
+    assert list(packaged(name).seeds) == seeds
+
+
+def test_the_fair_arms_stand_beside_the_claim() -> None:
+    for name in ("set-itop", "rigl-itop"):
+        design = packaged(name)
+        corrections = {make_recipe(design.raw(arm, 0)).correction.__class__.__name__ for arm in design.arms}
+        assert {"SGD", "Agent", "SVRG", "AlphaSVRG", "FixedC"} <= corrections
+        plain, bigger = (make_recipe(design.raw(arm, 0)) for arm in ("SGD", "Bigger batch"))
+        # as many steps on batches of two gradients' cost
+        assert bigger.data.batch * plain.epochs == plain.data.batch * bigger.epochs
+        assert {claim.way for claim in design.claims} == {"plain", "reestimated", "averaged"}
+    fractions = [packaged("at").raw(arm, 0).get("objective") for arm in packaged("at").arms]
+    assert {"name": "at", "clean_fraction": 0.1} in fractions
+    assert {packaged("at").raw(arm, 0)["full_pass"] for arm in packaged("at").arms} == {"clean", "adversarial"}
+
+
+@pytest.mark.parametrize("name", packaged_studies())
+def test_a_correction_of_attacked_steps_says_where_its_full_gradient_comes_from(name: str) -> None:
+    """Left open, the cheapest way is taken, which has no full gradient; the paper's is of clean images."""
+    for arm in packaged(name).arms:
+        raw = packaged(name).raw(arm, 0)
+        recipe = make_recipe(raw)
+        if recipe.objective.attack_passes and recipe.correction.corrects:
+            assert "full_pass" in raw
+
+
+def test_the_numbers_of_table_1_give_what_the_paper_says_of_them() -> None:
+    """Its text: up to 11.4 % after 20 epochs, and up to 5.0 % on average over the six budgets."""
+    numbers = {(v.arm, v.at): 100 * v.value for v in packaged("table1-standard-200").paper if v.what == "accuracy"}
+    budgets = (20, 40, 70, 90, 140, 200)
+    gains = {s: [numbers[f"AGENT {s} %", at] - numbers[f"BSR-Net {s} %", at] for at in budgets] for s in (90, 99)}
+    assert max(gains[90][0], gains[99][0]) == pytest.approx(11.4)
+    assert max(sum(gain) / 6 for gain in gains.values()) == pytest.approx(5.0, abs=0.05)
+    early = {(v.arm, v.at): 100 * v.value for v in packaged("table1-standard").paper}
+    assert all(numbers[key] == value for key, value in early.items())
+    assert {at for _, at in early} == {20, 40, 70, 90}
+
+
+def test_one_run_of_90_epochs_has_the_first_epochs_of_one_of_200() -> None:
+    short, full = (
+        make_recipe(packaged(n).raw("BSR-Net 99 %", 0)) for n in ("table1-standard", "table1-standard-200")
+    )
+    assert (short.epochs, full.epochs) == (90, 200)
+    for step in range(0, 90 * 391, 97):
+        assert short.schedule.factor(step, 90, 391) == full.schedule.factor(step, 200, 391)
+
+
+def test_every_table_and_figure_of_the_paper_has_studies_or_a_reason() -> None:
+    items = paper_items()
+    assert all(item.studies or item.why for item in items)
+    assert {name for item in items for name in item.studies} == {*packaged_studies()} - {"digits", "storage"}
+    text = " ".join(item.item for item in items)
+    assert all(f"Figure {i} " in f"{text} " for i in [*range(1, 16), *range(22, 34)])
+    assert "Figures 16 to 21" in text
+    assert all(f"Table {i} " in f"{text} " for i in range(1, 12))
+    for item in items:
+        claims = [claim.says for name in item.studies for claim in packaged(name).claims]
+        words = item.only.split("|")
+        assert any(word in says for word in words for says in claims) or item.why or not claims, item.item
+
+
+# Files of one's own
+
+
+def write(folder: Path, value: Any) -> str:
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny()))
+    (folder / "own.yaml").write_text(value if isinstance(value, str) else yaml.safe_dump(value))
+    return str(folder / "own.yaml")
+
+
+def own(**changes: Any) -> dict[str, Any]:
+    return {"title": "T", "recipe": "tiny.yaml", "arms": {"a": {}, "b": {"epochs": 3}}, **changes}
+
+
+def test_overrides_are_laid_over_in_order(tmp_path: Path) -> None:
+    arms = {
+        "nested": {"data": {"batch": 60}, "topology": {"sparsity": 0.5}},
+        "dotted": {"data.batch": 60, "topology.sparsity": 0.5},
+        "other": {"topology": {"name": "set", "sparsity": 0.5}, "recipe": ["digits", "agent"]},
+        "of all": {},
+    }
+    design = read_study(write(tmp_path, own(arms=arms, set={"epochs": 7, "data.batch": 90})))
+    base = tiny()
+    expected = {**base, "epochs": 7, "seed": 4, "data": {**base["data"], "batch": 60}}
+    expected["topology"] = {**base["topology"], "sparsity": 0.5}
+    assert design.raw("nested", 4) == design.raw("dotted", 4) == expected
+    assert design.raw("of all", 0)["data"]["batch"] == 90
+    other = design.raw("other", 0)
+    assert other["topology"] == {"name": "set", "sparsity": 0.5}
+    assert other["correction"] == read_recipe("agent")["correction"]
+    assert (other["epochs"], other["model"], other["data"]["batch"]) == (7, "small", 90)
+
+
+def test_what_was_asked_is_plain_json_values(tmp_path: Path) -> None:
+    claim = {"says": "s", "better": "a", "than": "b", "at": 2}
+    asked = read_study(write(tmp_path, own(claims=[claim], seeds=[3]))).asked()
+    assert asked["version"] == 1
+    assert asked["name"] == "own"
+    assert asked["arms"] == own()["arms"]
+    assert {key: asked["claims"][0][key] for key in claim} == claim
+
+
+def test_every_arm_is_there_with_every_budget(tmp_path: Path) -> None:
+    claim = {"says": "s", "better": "b, 5 epochs", "than": "a"}
+    design = read_study(write(tmp_path, own(budgets=[5, 9], claims=[claim])))
+    assert list(design.every_arm) == ["a", "b", "a, 5 epochs", "b, 5 epochs", "a, 9 epochs", "b, 9 epochs"]
+    assert [design.raw(arm, 0)["epochs"] for arm in design.every_arm] == [tiny()["epochs"], 3, 5, 5, 9, 9]
+    asked = design.asked()
+    assert asked["budgets"] == {f"{arm}, {n} epochs": arm for n in (5, 9) for arm in ("a", "b")}
+    assert list(asked["arms"]) == list(design.every_arm)
+
+
+CLAIM = {"says": "s", "better": "a", "than": "b"}
+REFUSED = {
+    "unknown key": (own(sedes=[0]), 'no option is called "sedes"; did you mean "seeds"?'),
+    "no arms": ({"title": "T"}, "arms is missing"),
+    "no title": ({"arms": {"a": {}}}, "title is missing"),
+    "empty arms": (own(arms={}), "at least one arm"),
+    "no seeds": (own(seeds=[]), "at least one arm and one seed"),
+    "seed twice": (own(seeds=[0, 0]), "each once"),
+    "negative seed": (own(seeds=[-1]), "from 0 on"),
+    "seed of an arm": (own(arms={"a": {"seed": 3}}), "seeds are the study's"),
+    "arm without braces": (own(arms={"a": None}), "expected keys and values"),
+    "unknown option": (own(arms={"a": {"epohcs": 3}}), 'no option is called "epohcs"; did you mean "epochs"?'),
+    "wrong value": (own(arms={"a": {"epochs": "many"}}), "expected a whole number"),
+    "unknown part": (own(arms={"a": {"correction": "agnet"}}), 'did you mean "agent"?'),
+    "unknown recipe": (own(recipe="digist"), 'did you mean "digits"?'),
+    "recipe of an arm": (own(arms={"a": {"recipe": 3}}), "recipe is a name or a file"),
+    "arms that share files": (own(arms={"A b": {}, "a-b": {}}), "would share their files"),
+    "claim about no arm": (own(claims=[{**CLAIM, "than": "c"}]), 'no arm is called "c"'),
+    "unknown key of a claim": (own(claims=[{**CLAIM, "then": "b"}]), 'no option is called "then"'),
+    "unknown way": (own(claims=[{**CLAIM, "way": "planed"}]), "no way of scoring"),
+    "no epoch 0": (own(claims=[{**CLAIM, "at": 0}]), "epochs count from 1"),
+    "epoch of an end": (own(claims=[{**CLAIM, "metric": "test", "at": 1}]), "accuracy, mean-accuracy, stability"),
+    "epoch beyond the end": (own(claims=[{**CLAIM, "at": 3}]), "a claim is about epoch 3, and it has 2"),
+    "no threshold": (own(claims=[{**CLAIM, "metric": "epochs-to"}]), "needs a threshold"),
+    "threshold in percent": (own(claims=[{**CLAIM, "metric": "epochs-to", "threshold": 95}]), "such as 0.7"),
+    "threshold of an accuracy": (own(claims=[{**CLAIM, "threshold": 0.5}]), "accuracy has no threshold"),
+    "window beyond the end": (own(claims=[{**CLAIM, "metric": "stability", "at": 3}]), "looks at 5 epochs"),
+    "claim about one arm": (own(claims=[{**CLAIM, "than": CLAIM["better"]}]), "beside itself"),
+    "number in percent": (own(paper=[{"arm": "a", "what": "accuracy", "value": 50.5}]), "write a share"),
+    "no attack": (own(claims=[{**CLAIM, "metric": "robust"}]), "name one"),
+    "nothing measured": (own(claims=[{**CLAIM, "metric": "variance"}]), "measure: true"),
+    "budget twice": (own(budgets=[5, 5]), "each once"),
+    "no budget": (own(budgets=[0]), "from 1 on"),
+    "unknown metric": (own(claims=[{**CLAIM, "metric": "acuracy"}]), 'did you mean "accuracy"?'),
+    "unknown number": (own(paper=[{"arm": "a", "what": "beauty", "value": 1}]), 'no metric is called "beauty"'),
+    "negative margin": (own(claims=[{**CLAIM, "margin": -0.1}]), "from 0 on"),
+    "number of no arm": (own(paper=[{"arm": "x", "what": "accuracy", "value": 1}]), 'no arm is called "x"'),
+    "unknown attack": (own(robust="pgd11"), 'no attack is called "pgd11"'),
+    "measured along without measuring": (own(measure_every=2), "measure: true"),
+    "named": (own(name="x"), "called as its file is"),
+    "a list": ("[1, 2]", "a study is keys and values"),
+    "no YAML": ("{a: [}", "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_study_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
+    value, message = REFUSED[case]
+    with pytest.raises(UserError) as caught:
+        read_study(write(tmp_path, value))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_study_is_refused_with_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r'no study is called "digist".*did you mean "digits"'):
+        read_study("digist")
+    with pytest.raises(UserError, match="cannot read the study"):
+        read_study(str(tmp_path / "none.yaml"))
+
+
+def test_a_name_is_never_a_path(tmp_path: Path) -> None:
+    arms = {"../../up": {}, "/etc": {}, "a\x00b": {}, "γ": {}}
+    design = read_study(write(tmp_path, own(arms=arms)))
+    names = {slug(arm) for arm in design.arms}
+    assert len(names) == 4
+    assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"device": "cpu"}, True),
+        ({"checkpoint": {"every": 5}}, True),
+        ({"storage": "packed"}, True),
+        ({"data": {"name": "digits", "batch": 240, "root": "elsewhere"}}, True),
+        ({"correction": {"name": "agent", "way": "replay"}}, True),
+        ({"correction": {"name": "agent", "gamma": 0.2}}, False),
+        ({"correction": "svrg"}, False),
+        ({"epochs": 3}, False),
+        ({"seed": 1}, False),
+        ({"data": {"name": "digits", "batch": 120}}, False),
+    ],
+)
+def test_which_recipes_stand_for_one_another(change: dict[str, Any], same: bool) -> None:
+    asked = tiny(correction="agent", seed=0)
+    assert same_recipe(asked, {**asked, **change}) is same
+
+
+def test_a_way_that_was_asked_for_counts() -> None:
+    asked, found = (tiny(correction={"name": "agent", "way": way}) for way in ("replay", "running"))
+    assert not same_recipe(asked, found)
+    assert not same_recipe(asked, tiny(correction="agent"))
+    assert not same_recipe(tiny(storage="masked"), tiny(storage="packed"))
+
+
+def test_study_files_have_no_duplicate_keys() -> None:
+    """YAML takes the last of two equal keys without a word; an arm would be lost."""
+    from importlib import resources
+
+    for name in packaged_studies():
+        text = (resources.files("equipoise.studies") / "designs" / f"{name}.yaml").read_text(encoding="utf-8")
+        block = text.partition("\narms:\n")[2]
+        lines = []
+        for line in block.splitlines():
+            if not line.startswith("  "):
+                break
+            lines.append(line)
+        assert len(lines) == len(parse_yaml(text, name)["arms"]), name

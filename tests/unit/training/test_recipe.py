@@ -1,0 +1,324 @@
+"""Recipes: strict keys, overrides, names, layers of files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from equipoise.correction import Agent
+from equipoise.data import Augment
+from equipoise.errors import UserError
+from equipoise.objectives import Standard
+from equipoise.topology import ALGORITHMS, SET, Dense, Dynamic, RigL
+from equipoise.training.lr_schedule import Piecewise
+from equipoise.training.optimizers import AdamWOptions, SGDOptions
+from equipoise.training.recipe import (
+    apply_overrides,
+    dump_recipe,
+    lay_over,
+    make_recipe,
+    packaged_recipes,
+    read_recipe,
+)
+
+DIGITS = read_recipe("digits")
+
+
+def override(*words: str, raw: dict[str, Any] | None = None) -> dict[str, Any]:
+    return apply_overrides(DIGITS if raw is None else raw, words)
+
+
+# What a recipe means
+
+
+def test_an_empty_recipe_is_all_defaults() -> None:
+    recipe = make_recipe({})
+    assert (recipe.model, recipe.model_options, recipe.epochs, recipe.seed) == ("small", {}, 10, 0)
+    assert (recipe.device, recipe.average, recipe.reestimate, recipe.clip) == ("auto", 0.995, 32, 0.0)
+    assert recipe.data.name == "digits"
+    assert recipe.data.augment is None
+    assert (recipe.checkpoint.every, recipe.checkpoint.steps, recipe.checkpoint.keep) == (1, 0, 2)
+    assert recipe.topology == Dense()
+    assert recipe.objective == Standard()
+    assert not recipe.correction.corrects
+    assert recipe.optimizer == SGDOptions(lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    assert recipe.schedule == Piecewise(milestones=(0.5, 0.75), factors=(0.1, 0.01))
+
+
+def test_every_key_reaches_its_part() -> None:
+    recipe = make_recipe(
+        {
+            "model": {"name": "mlp", "hidden": "32"},
+            "data": {"name": "cifar10", "root": "elsewhere", "batch": 64, "augment": {"pad": 2}, "validation": 5000},
+            "topology": {"name": "rigl", "sparsity": 0.5, "include": ["conv*"], "distribution": {"*": 0.5}},
+            "correction": {"name": "agent", "gamma": 0.2, "way": "replay"},
+            "optimizer": {"name": "adamw", "lr": "1e-4", "decay_all": False},
+            "schedule": {"name": "cosine", "warmup": 5},
+            "objective": {"name": "at", "steps": 3},
+            "epochs": 7,
+            "seed": 11,
+            "precision": "bf16",
+            "device": "cpu",
+            "average": 0,
+            "reestimate": 5,
+            "full_pass": "adversarial",
+            "clip": 1,
+            "checkpoint": {"every": 3, "steps": 50, "keep": 4},
+        }
+        | {"correction": {"name": "agent", "gamma": 0.2, "way": "running"}}
+    )
+    assert recipe.model_options == {"hidden": 32}
+    assert recipe.data.augment == Augment(pad=2)
+    assert (recipe.data.root, recipe.data.batch, recipe.data.validation) == ("elsewhere", 64, 5000)
+    assert recipe.topology == RigL(sparsity=0.5, include=("conv*",), distribution={"*": 0.5}, seed=11)
+    assert recipe.correction == Agent(gamma=0.2, way="running")
+    assert recipe.optimizer == AdamWOptions(lr=1e-4, decay_all=False)
+    assert recipe.schedule.warmup == 5.0
+    assert recipe.objective.attack_passes == 3
+    assert (recipe.epochs, recipe.seed, recipe.precision, recipe.device) == (7, 11, "bf16", "cpu")
+    assert (recipe.average, recipe.reestimate, recipe.full_pass, recipe.clip) == (0.0, 5, "adversarial", 1.0)
+    assert (recipe.checkpoint.every, recipe.checkpoint.steps, recipe.checkpoint.keep) == (3, 50, 4)
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({"epocs": 3}, 'recipe: no option is called "epocs"; did you mean "epochs"?'),
+        ({"epochs": 0}, "epochs=0: at least 1"),
+        ({"epochs": "many"}, "epochs='many': expected a whole number"),
+        ({"epochs": None}, "epochs=None: expected a whole number"),
+        ({"seed": 1.5}, "seed=1.5: expected a whole number"),
+        ({"average": 1}, "average=1.0"),
+        ({"average": -0.1}, "average=-0.1"),
+        ({"reestimate": 0}, "reestimate=0: at least 1 batch"),
+        ({"clip": -1}, "clip=-1.0"),
+        ({"precision": "fp16"}, "precision='fp16': it is one of "),
+        ({"checkpoint": {"keep": 0}}, "checkpoint: every and keep are at least 1"),
+        ({"checkpoint": 3}, "checkpoint: expected keys and values"),
+        ({"model": "smal"}, 'no model is called "smal"; did you mean "small"?'),
+        ({"model": {"name": "mlp", "hiden": 3}}, 'model: no option is called "hiden"; did you mean "hidden"?'),
+        ({"model": {"name": "mlp", "hidden": "wide"}}, "model.hidden='wide': expected a whole number"),
+        ({"model": {"hidden": 3}}, "model: expected a name"),
+        ({"model": ["mlp"]}, "model: expected a name"),
+        ({"data": "cifar"}, 'no dataset is called "cifar"'),
+        ({"data": {"name": "digits", "batch": 0}}, "data: batch=0: at least one image"),
+        ({"data": {"name": "digits", "augment": {"padd": 1}}}, 'data.augment: no option is called "padd"'),
+        ({"topology": "rigel"}, 'no topology is called "rigel"; did you mean "rigl"?'),
+        ({"topology": {"name": "set", "sparsity": 1.2}}, "topology: sparsity=1.2"),
+        ({"topology": "dense-itop"}, 'topology: "dense" never changes, so there is no "dense-itop"'),
+        ({"topology": "rigl-itop-itop"}, 'no topology is called "rigl-itop"'),
+        ({"objective": "att"}, 'no objective is called "att"'),
+        ({"correction": {"name": "agent", "gamma": 2}}, "correction: gamma=2.0: between 0 and 1"),
+        ({"correction": {"name": "agent", "way": "guess"}}, "correction.way='guess'"),
+        ({"optimizer": {"name": "sgd", "lr": 0}}, "optimizer: lr=0.0: the learning rate is positive"),
+        ({"optimizer": {"name": "sgd", "momentum": 1}}, "optimizer: momentum=1.0"),
+        ({"optimizer": {"name": "adam", "beta2": -1}}, "optimizer: beta2=-1.0"),
+        ({"optimizer": {"name": "adam", "momentum": 0.9}}, 'optimizer: no option is called "momentum"'),
+        ({"schedule": {"name": "piecewise", "milestones": [0.5]}}, "1 milestones and 2 factors"),
+        (
+            {"objective": "at", "correction": {"name": "agent", "way": "replay"}},
+            "replay needs batches known ahead",
+        ),
+    ],
+)
+def test_a_wrong_recipe_is_one_line_that_helps(raw: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError) as error:
+        make_recipe(raw)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name, cls in ALGORITHMS.items() if issubclass(cls, Dynamic)])
+def test_itop_names_take_itops_schedule(name: str) -> None:
+    cls = ALGORITHMS[name]
+    assert issubclass(cls, Dynamic)
+    made = make_recipe({"topology": {"name": f"{name}-itop", "sparsity": 0.5}, "seed": 3}).topology
+    assert made == cls.itop(sparsity=0.5, seed=3)
+    assert isinstance(made, Dynamic)
+    assert made.until == 1.0
+    assert make_recipe({"topology": {"name": f"{name}-itop", "every": 7}}).topology == cls.itop(every=7)
+
+
+def test_itop_options_are_checked_against_itops_values() -> None:
+    """Not against those of the plain algorithm: RigL's own window ends at 75 %."""
+    made = make_recipe({"topology": {"name": "rigl-itop", "begin": 0.9}}).topology
+    assert made == RigL.itop(begin=0.9)
+    with pytest.raises(UserError, match="topology: no option is called"):
+        make_recipe({"topology": {"name": "rigl-itop", "criterion": "signed"}})
+    with pytest.raises(UserError, match="topology: every=0"):
+        make_recipe({"topology": {"name": "rigl-itop", "every": 0}})
+
+
+def test_the_seed_of_the_run_is_the_topologys_unless_it_has_its_own() -> None:
+    assert make_recipe({"topology": "set", "seed": 5}).topology.seed == 5
+    assert make_recipe({"topology": {"name": "set", "seed": 1}, "seed": 5}).topology.seed == 1
+
+
+def test_making_a_recipe_changes_nothing_it_was_given() -> None:
+    before = copy.deepcopy(DIGITS)
+    recipe = make_recipe(DIGITS)
+    apply_overrides(DIGITS, ["data.batch=7", "topology=set", "model.size=8", "checkpoint.keep=9"])
+    assert before == DIGITS
+    assert recipe.raw == DIGITS
+    assert recipe.raw is not DIGITS
+
+
+# Overrides
+
+
+def test_overrides_set_plain_keys_and_options() -> None:
+    raw = override("epochs=3", "data.batch=32", "optimizer.lr=5e-4", "checkpoint.steps=10", "data.augment.pad=2")
+    recipe = make_recipe(raw)
+    assert (recipe.epochs, recipe.data.batch, recipe.optimizer.lr, recipe.checkpoint.steps) == (3, 32, 5e-4, 10)
+    assert recipe.data.augment == Augment(pad=2)
+    assert recipe.average == DIGITS["average"]
+
+
+def test_the_later_of_two_overrides_counts() -> None:
+    assert override("epochs=3", "epochs=4")["epochs"] == 4
+
+
+def test_a_part_under_a_new_name_keeps_the_options_it_knows() -> None:
+    assert override("topology=set")["topology"] == {"name": "set", "sparsity": 0.95, "every": 20}
+    assert override("topology=static")["topology"] == {"name": "static", "sparsity": 0.95}
+    assert override("topology=set-itop")["topology"] == {"name": "set-itop", "sparsity": 0.95, "every": 20}
+    kept = {"name": "adam", "lr": 0.05, "weight_decay": 5e-4}
+    assert override("optimizer=adam")["optimizer"] == kept
+    assert make_recipe(override("optimizer=adam")).optimizer.lr == 0.05
+    assert override("model=mlp", raw={"model": {"name": "small", "size": 8}})["model"] == {"name": "mlp", "size": 8}
+
+
+def test_another_dataset_keeps_batch_and_augmentation() -> None:
+    raw = {"data": {"name": "digits", "batch": 64, "augment": {"pad": 1}}}
+    assert override("data=cifar10", raw=raw)["data"] == {"name": "cifar10", "batch": 64, "augment": {"pad": 1}}
+
+
+def test_a_part_given_by_its_name_alone_gets_options() -> None:
+    assert override("topology.sparsity=0.5", raw={"topology": "set"})["topology"] == {"name": "set", "sparsity": 0.5}
+    assert override("optimizer.lr=0.5", raw={})["optimizer"] == {"name": "sgd", "lr": 0.5}
+    assert override("topology={name: set, every: 3}")["topology"] == {"name": "set", "every": 3}
+    assert override("data.augment.flip=false", raw={"data": {"name": "digits", "augment": None}})["data"] == {
+        "name": "digits",
+        "augment": {"flip": False},
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("epochs", "is not an override; write key=value"),
+        ("=3", "is not an override"),
+        ("", "is not an override"),
+        ("epochs.more=3", '"epochs" has no options'),
+        ("data.batch.more=3", '"batch" has no options'),
+        ("topology=rigel", 'no topology is called "rigel"'),
+        ("topology=[", "not valid YAML"),
+        ("nothing.here=3", 'no option is called "nothing"'),
+        ("topology.sparcity=0.5", 'no option is called "sparcity"; did you mean "sparsity"?'),
+        ("topology..sparsity=0.5", 'no option is called ""'),
+        ("epochs=", "epochs=None: expected a whole number"),
+        ("model=", "model: expected a name"),
+        (".".join("x" * 5000) + "=1", 'no option is called "x"'),
+    ],
+)
+def test_a_wrong_override_is_one_line_that_helps(word: str, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        make_recipe(override(word))
+    assert told in str(error.value)
+
+
+# Files
+
+
+def write(path: Path, raw: dict[str, Any]) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(raw))
+    return str(path)
+
+
+OVERLAYS = [name for name, line in packaged_recipes().items() if line.startswith("overlay")]
+
+
+@pytest.mark.parametrize("name", packaged_recipes())
+def test_every_packaged_recipe_is_sound(name: str) -> None:
+    raw = read_recipe(name)
+    recipe = make_recipe(raw)
+    assert make_recipe(yaml.safe_load(dump_recipe(raw))) == recipe
+    assert 10 < len(packaged_recipes()[name]) < 200
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_goes_over_a_recipe(overlay: str) -> None:
+    base, over = read_recipe("bsr-vgg16-cifar10"), read_recipe(overlay)
+    both = read_recipe("bsr-vgg16-cifar10", overlay)
+    make_recipe(both)
+    for key in base.keys() - over.keys():
+        assert both[key] == base[key]
+    for key, value in over.items():
+        assert value.items() <= both[key].items()
+
+
+def test_a_recipe_is_read_from_a_file_or_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", {"epochs": 3})
+    assert read_recipe(path) == {"epochs": 3}
+    assert read_recipe("digits")["model"] == "small"
+
+
+def test_a_base_is_looked_for_beside_the_recipe_that_names_it(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", {"base": "digits", "epochs": 3})
+    mine = write(tmp_path / "folder" / "mine.yaml", {"base": "../base.yaml", "topology": {"sparsity": 0.5}})
+    raw = read_recipe(mine)
+    assert raw["epochs"] == 3
+    assert raw["topology"] == {**DIGITS["topology"], "sparsity": 0.5}
+    assert "base" not in raw
+
+
+def test_laying_one_recipe_over_another() -> None:
+    base = {"model": "small", "topology": {"name": "set", "sparsity": 0.5}, "checkpoint": {"keep": 3}, "epochs": 2}
+    same_name = lay_over(base, {"topology": {"name": "set", "every": 7}, "checkpoint": {"steps": 4}})
+    assert same_name["topology"] == {"name": "set", "sparsity": 0.5, "every": 7}
+    assert same_name["checkpoint"] == {"keep": 3, "steps": 4}
+    assert lay_over(base, {"topology": {"name": "rigl"}})["topology"] == {"name": "rigl"}
+    assert lay_over(base, {"topology": "rigl"})["topology"] == "rigl"
+    assert lay_over(base, {"topology": {"every": 7}})["topology"] == {"name": "set", "sparsity": 0.5, "every": 7}
+    assert lay_over(base, {"model": {"size": 8}})["model"] == {"name": "small", "size": 8}
+    assert base["topology"] == {"name": "set", "sparsity": 0.5}
+
+
+def test_files_that_cannot_be_recipes(tmp_path: Path) -> None:
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "list.yaml").write_text("[1, 2]")
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "numbers.yaml").write_text("1: 2")
+    (tmp_path / "folder.yaml").mkdir()
+    write(tmp_path / "own.yaml", {"base": "own.yaml"})
+    write(tmp_path / "there.yaml", {"base": "back.yaml"})
+    write(tmp_path / "back.yaml", {"base": "./there.yaml"})
+    write(tmp_path / "list_base.yaml", {"base": [1]})
+    for name in ("bytes", "list", "empty", "numbers", "folder", "own", "there", "list_base", "missing"):
+        with pytest.raises(UserError) as error:
+            read_recipe(str(tmp_path / f"{name}.yaml"))
+        assert {"there": "back"}.get(name, name) in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["digitz", "", "x" * 5000, "a/b", "\0", "\0.yaml", "..", "."])
+def test_names_that_are_no_recipe(name: str) -> None:
+    with pytest.raises(UserError):
+        read_recipe(name)
+
+
+def test_a_missing_recipe_is_told_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match='no recipe is called "digit" and there is no such file; did you mean'):
+        read_recipe("digit")
+
+
+def test_a_recipe_survives_its_file() -> None:
+    raw = override("topology=set", "optimizer.lr=5e-4", "data.root='2020'", "device='cuda:1'", "seed=07")
+    again = yaml.safe_load(dump_recipe(raw))
+    assert again == raw
+    assert isinstance(make_recipe(again).topology, SET)

@@ -1,0 +1,462 @@
+"""The training loop against loops written out by hand, and what it does when things go wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equipoise.correction import CORRECTIONS, NonFiniteLoss
+from equipoise.errors import UserError
+from equipoise.models.small import MLP
+from equipoise.topology import ALGORITHMS
+from equipoise.training import RunFolder, Trainer, make_recipe, resume
+from equipoise.training.evaluate import Score
+from equipoise.training.optimizers import OPTIMIZERS
+from equipoise.training.trainer import Coming
+from equipoise.training.watchers import Watcher
+from train_helpers import BATCHES, assert_same_state, leaves, same, tiny, trainer, without_times
+
+LINE = {
+    *("epoch", "step", "learning_rate", "train_loss", "train_accuracy", "split", "scores", "density", "exploration"),
+    *("updates", "correction", "passes", "seconds", "start_up", "images_per_second"),
+}  # at least
+
+
+def topology(name: str, **options: Any) -> dict[str, Any]:
+    own: dict[str, Any] = {"every": 2}
+    own = {"dense": {}, "static": {}, "bsr-net": {"distribution": "erk"}}.get(name, own)
+    return {"name": name, **({} if name == "dense" else {"sparsity": 0.8}), **own, **options}
+
+
+class WithDropout(MLP):
+    """The perceptron, drawing random numbers at every pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+def in_folder(path: Path, **changes: Any) -> Trainer:
+    raw = tiny(**changes)
+    recipe = make_recipe(raw)
+    return Trainer(recipe, RunFolder.create(path, raw, recipe.checkpoint.keep))
+
+
+def assert_sparse(made: Trainer) -> None:
+    """Counts as asked for, and exact zeros elsewhere, in the weights and in their average."""
+    parameters = dict(made.parts.model.named_parameters())
+    average = made.parts.average
+    for name, mask in made.parts.topology.masks.items():
+        assert (parameters[name][~mask] == 0).all()
+        assert average is None or (average.values[name][~mask] == 0).all()
+    assert made.parts.topology.active == sum(int(mask.sum()) for mask in made.parts.topology.masks.values())
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_topology_trains_with_every_optimizer(name: str, optimizer: str) -> None:
+    rate = 0.05 if "sgd" in optimizer else 0.005
+    made = trainer(topology=topology(name), optimizer={"name": optimizer, "lr": rate})
+    result = made.run()
+    assert_sparse(made)
+    first, last = made.history
+    assert last["train_loss"] < first["train_loss"]
+    assert last["density"] == pytest.approx(1.0 if name == "dense" else 0.2, abs=2e-3)
+    assert set(result["test"]) == {"plain", "reestimated", "averaged"}
+    if "every" in topology(name) and name != "gmp":
+        assert made.parts.topology.updates > 2
+        assert last["exploration"] > last["density"]
+
+
+@pytest.mark.parametrize("name", ["set", "rigl"])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_every_correction_trains(correction: str, name: str) -> None:
+    made = trainer(topology=topology(name), correction=correction, epochs=3)
+    made.run()
+    assert_sparse(made)
+    assert made.history[-1]["train_loss"] < made.history[0]["train_loss"]
+    own = {"forward": 3 * BATCHES, "backward": 3 * BATCHES}
+    assert (made.history[-1]["passes"] == own) == (correction in ("sgd", "saga"))
+
+
+@pytest.mark.parametrize("way", ["recompute", "replay", "running"])
+@pytest.mark.parametrize("coefficient", ["loss", "gradient", "fixed", "linear"])
+def test_agent_trains_in_every_way_with_every_coefficient(way: str, coefficient: str) -> None:
+    made = trainer(correction={"name": "agent", "way": way, "coefficient": coefficient}, epochs=3)
+    made.run()
+    assert made.history[-1]["correction"]["corrected_steps"] > 0
+    assert made.history[-1]["train_loss"] < made.history[0]["train_loss"]
+
+
+def by_hand(changes: dict[str, Any], clip: float = 0.0) -> tuple[dict[str, Tensor], list[float]]:
+    """The run of a recipe with SGD and a fixed mask, as one would write it without this package's loop."""
+    made = trainer(**changes)
+    recipe, model = made.recipe, made.parts.model
+    model.load_state_dict(trainer(**changes).parts.model.state_dict())
+    found = made.parts.topology.masks
+    masks = {id(p): found.get(name, torch.ones(1)) for name, p in model.named_parameters()}
+    made.parts.topology.detach()
+    weights = list(model.parameters())
+    optimizer = torch.optim.SGD(weights, lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    losses = []
+    for epoch in range(recipe.epochs):
+        total, images = 0.0, 0
+        for x, y in made.parts.train.epoch(epoch):
+            optimizer.param_groups[0]["lr"] = 0.05 * (1.0 if 2 * epoch < recipe.epochs else 0.1)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            for p in weights:
+                assert p.grad is not None
+                p.grad *= masks[id(p)]
+            if clip:
+                nn.utils.clip_grad_norm_(weights, clip)
+            optimizer.step()
+            for p in weights:
+                p.data *= masks[id(p)]
+            total, images = total + loss.item() * len(y), images + len(y)
+        losses.append(total / images)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
+
+
+@pytest.mark.parametrize(("name", "clip"), [("dense", 0.0), ("static", 0.0), ("static", 0.5)])
+def test_the_loop_equals_one_written_by_hand(name: str, clip: float) -> None:
+    schedule = {"name": "piecewise", "milestones": [0.5], "factors": [0.1]}
+    changes = {"topology": topology(name), "schedule": schedule, "epochs": 4, "clip": clip}
+    made = trainer(**changes)
+    made.run()
+    weights, losses = by_hand(changes, clip)
+    for parameter, p in made.parts.model.named_parameters():
+        torch.testing.assert_close(p.detach(), weights[parameter], rtol=1e-5, atol=1e-7)
+    assert [line["train_loss"] for line in made.history] == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["set", "rigl-itop", "snfs", "granet"])
+def test_clipping_bounds_the_gradient_of_the_active_weights(name: str) -> None:
+    """Also at steps where the algorithm wants the gradient of all weights."""
+    made = trainer(topology=topology(name), clip=1e-3, epochs=1)
+    norms = []
+
+    def look(*_: Any) -> None:
+        gradients = [p.grad for p in made.parts.model.parameters() if p.grad is not None]
+        norms.append(float(torch.cat([g.reshape(-1) for g in gradients]).norm()))
+
+    made.parts.optimizer.register_step_pre_hook(look)
+    made.run()
+    assert made.parts.topology.updates > 0
+    assert norms == pytest.approx([1e-3] * BATCHES, rel=1e-3)
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_weights() -> None:
+    made = trainer(precision="bf16")
+    seen = set()
+    first = made.parts.model.get_submodule("layers.0")
+    first.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+    made.run()
+    assert seen <= {torch.bfloat16, torch.float32}
+    assert torch.bfloat16 in seen
+    assert {p.dtype for p in made.parts.model.parameters()} == {torch.float32}
+    assert made.history[1]["train_loss"] < made.history[0]["train_loss"]
+
+
+def test_the_learning_rate_is_the_schedules_times_the_corrections() -> None:
+    schedule = {"name": "cosine", "warmup": 0.5}
+    for correction, factor in (("sgd", 1.0), ("agent-reduced-lr", 0.1)):
+        made = trainer(schedule=schedule, correction=correction, optimizer={"name": "sgd", "lr": 0.2})
+        rates: list[float] = []
+        made.parts.optimizer.register_step_pre_hook(
+            lambda optimizer, *_, rates=rates: rates.append(optimizer.param_groups[0]["lr"])
+        )
+        made.run()
+        expected = [0.2 * factor * made.recipe.schedule.factor(step, 2, BATCHES) for step in range(2 * BATCHES)]
+        assert rates == pytest.approx(expected)
+        assert made.history[-1]["learning_rate"] == pytest.approx(expected[-1])
+
+
+def test_the_same_recipe_gives_the_same_run_and_another_seed_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.training.parts.MODELS", {"mlp": WithDropout})
+    runs = [trainer(seed=seed) for seed in (0, 0, 1)]
+    for number, made in enumerate(runs):
+        torch.manual_seed(number)  # what others do with the global stream before does not matter
+        made.run()
+    first, second, other = (made.parts.model.state_dict() for made in runs)
+    assert_same_state(first, second)
+    assert not all(same(a, b) for a, b in zip(leaves(first).values(), leaves(other).values(), strict=True))
+
+
+def test_adversarial_training_and_both_kinds_of_full_pass() -> None:
+    attack = {"name": "at", "steps": 2, "eps": 0.1, "step_size": 0.05}
+    losses = []
+    for full_pass in ("clean", "adversarial"):
+        made = trainer(objective=attack, correction="svrg", full_pass=full_pass, epochs=2)
+        made.run()
+        assert_sparse(made)
+        losses.append(made.history[-1]["train_loss"])
+    assert losses[0] != losses[1]
+
+
+# Batches of a refresh
+
+
+def test_saga_sees_the_same_images_under_the_same_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(correction="saga", epochs=3)
+    seen: list[tuple[int, Tensor]] = []
+    backward = made.parts.correction.backward
+
+    def spy(loss_fn: Any, *batch: Tensor, index: int | None = None) -> Tensor:
+        assert index is not None
+        seen.append((index, batch[0].clone()))
+        return backward(loss_fn, *batch, index=index)
+
+    monkeypatch.setattr(made.parts.correction, "backward", spy)
+    made.run()
+    epochs = [seen[i : i + BATCHES] for i in range(0, len(seen), BATCHES)]
+    known = dict(epochs[0])
+    assert sorted(known) == list(range(BATCHES))
+    for epoch in epochs:
+        assert all(torch.equal(x, known[index]) for index, x in epoch)
+    orders = {tuple(index for index, _ in epoch) for epoch in epochs}
+    assert len(orders) > 1
+
+
+@pytest.mark.parametrize("every", [0, 1, 4, 6, 7, 100])
+def test_replay_runs_every_batch_once_whatever_the_interval(every: int) -> None:
+    """Also where an interval reaches into the next epoch, or past the end of training."""
+    made = trainer(correction={"name": "svrg", "way": "replay", "every": every}, epochs=3)
+    made.run()
+    steps = 3 * BATCHES
+    assert made.parts.correction.passes == {"forward": 2 * steps, "backward": 2 * steps}
+    assert made.parts.correction.refreshes == -(-steps // (every or BATCHES))
+
+
+def test_coming_batches_are_those_of_the_steps() -> None:
+    made = trainer(correction="svrg", epochs=3)
+    loader = made.parts.train
+    wanted = [batch for epoch in range(3) for batch in loader.epoch(epoch)][4:11]
+    coming = Coming(made, 4, 7)
+    assert len(coming) == 7
+    for _ in range(2):  # it can be asked again
+        for (x, y), (other_x, other_y) in zip(coming, wanted, strict=True):
+            assert torch.equal(x, other_x)
+            assert torch.equal(y, other_y)
+
+
+# What it writes
+
+
+def test_a_line_per_epoch_says_everything(tmp_path: Path) -> None:
+    made = in_folder(tmp_path, correction="agent", epochs=3)
+    result = made.run()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == made.history
+    for epoch, line in enumerate(lines, 1):
+        assert set(line) >= LINE
+        assert (line["epoch"], line["step"], line["split"]) == (epoch, epoch * BATCHES, "test")
+        assert set(line["scores"]) == {"plain", "reestimated", "averaged"}
+        assert all(0 <= s["accuracy"] <= 1 and s["loss"] > 0 for s in line["scores"].values())
+        assert line["density"] == pytest.approx(0.2, abs=1e-3)
+        assert line["density"] <= line["exploration"] <= 1
+        assert line["images_per_second"] == pytest.approx(epoch * 1437 / line["seconds"])
+    assert lines[-1]["correction"].keys() >= {"c", "c_hat", "weight", "correction_norm", "variance_left"}
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert result["test"]["plain"]["images"] == 360
+    assert result["test"]["plain"]["accuracy"] == lines[-1]["scores"]["plain"]["accuracy"]
+    assert result["best"] == max(s["accuracy"] for line in lines for s in line["scores"].values())
+
+
+def test_training_accuracy_and_loss_are_those_of_the_epochs_batches() -> None:
+    still = {"name": "sgd", "lr": 1e-12, "momentum": 0}
+    made = trainer(topology=topology("static"), optimizer=still, average=0, epochs=1)
+    made.run()
+    expected = made.evaluate("train")["plain"]  # the weights have not moved
+    assert made.history[0]["train_loss"] == pytest.approx(expected.loss, rel=1e-5)
+    assert made.history[0]["train_accuracy"] == pytest.approx(expected.accuracy)
+    assert "averaged" not in made.history[0]["scores"]
+
+
+@pytest.mark.parametrize(("lr", "epochs", "warns"), [(1e-12, 5, True), (1e-12, 4, False), (0.5, 5, False)])
+def test_a_run_that_learned_nothing_is_warned_about(lr: float, epochs: int, warns: bool) -> None:
+    made = trainer(epochs=epochs, optimizer={"name": "sgd", "lr": lr})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.run()
+    assert any("the network learned nothing" in str(warning.message) for warning in caught) is warns
+
+
+def test_held_out_images_judge_the_epochs_and_the_test_images_the_run() -> None:
+    made = trainer(data={"name": "digits", "batch": 240, "validation": 237})
+    result = made.run()
+    assert {line["split"] for line in made.history} == {"validation"}
+    assert made.step == 2 * 5
+    assert {
+        split: s["plain"].images for split in ("train", "validation", "test") for s in [made.evaluate(split)]
+    } == {
+        "train": 1200,
+        "validation": 237,
+        "test": 360,
+    }
+    assert result["test"]["plain"]["images"] == 360
+
+
+def test_training_images_are_scored_as_they_are() -> None:
+    """Not shuffled, not augmented, none dropped."""
+    data = {"name": "digits", "batch": 300, "drop_last": True, "augment": {"pad": 2}}
+    made = trainer(data=data)
+    plain = trainer()
+    x, y = (torch.cat(parts) for parts in zip(*made.parts.loaders["train"].epoch(0), strict=True))
+    other_x, other_y = (torch.cat(parts) for parts in zip(*plain.parts.loaders["train"].epoch(3), strict=True))
+    assert torch.equal(x, other_x)
+    assert torch.equal(y, other_y)
+    assert len(y) == 1437
+    assert len(made.parts.train) == 4
+
+
+def scripted(made: Trainer, accuracies: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter(accuracies)
+    monkeypatch.setattr(made, "evaluate", lambda split=None: {"plain": Score(1.0, next(scores), 1)})
+
+
+def test_the_best_checkpoint_is_the_best_epochs_also_between_regular_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = in_folder(tmp_path, epochs=6, checkpoint={"every": 3, "keep": 9})
+    scripted(made, [0.1, 0.9, 0.2, 0.3, 0.9, 0.4, 0.0], monkeypatch)
+    made.run()
+    assert made.folder is not None
+    saved = [int(path.stem.removeprefix("step-")) // BATCHES for path in made.folder.store.paths()]
+    assert sorted(saved) == [1, 2, 3, 6]  # new bests, every third, the last
+    best = tmp_path / "checkpoints" / "best.safetensors"
+    assert best.read_bytes() == (tmp_path / "checkpoints" / f"step-{2 * BATCHES:09d}.safetensors").read_bytes()
+
+
+def test_a_score_that_is_not_a_number_is_nothing_in_the_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = in_folder(tmp_path, epochs=1)
+    monkeypatch.setattr(made, "evaluate", lambda split=None: {"plain": Score(float("nan"), 0.5, 1)})
+    assert made.run()["test"]["plain"]["loss"] is None
+    assert made.history[0]["scores"]["plain"] == {"loss": None, "accuracy": 0.5}
+    assert made.folder is not None
+    assert made.folder.metrics() == made.history
+
+
+def test_seconds_count_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    made = in_folder(tmp_path, epochs=2, checkpoint={"steps": 2})
+    step, evaluate, save = made._eager_step, made.evaluate, made.save
+
+    def passes(seconds: float, function: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            clock[0] += seconds
+            return function(*arguments, **options)
+
+        return timed
+
+    monkeypatch.setattr(made, "_eager_step", passes(1.0, step))
+    monkeypatch.setattr(made, "evaluate", passes(100.0, evaluate))
+    monkeypatch.setattr(made, "save", passes(1000.0, save))
+    made.run()
+    assert [line["seconds"] for line in made.history] == [BATCHES, 2 * BATCHES]
+
+
+# When things go wrong
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_last_checkpoint(tmp_path: Path) -> None:
+    exploding = {"name": "piecewise", "milestones": [1], "factors": [1e30]}
+    made = in_folder(tmp_path, schedule=exploding, epochs=3, checkpoint={"steps": 4})
+    with pytest.raises(
+        NonFiniteLoss, match=r"not finite at batch [2-6] of epoch 2 .*layers.*; the last checkpoint is intact"
+    ):
+        made.run()
+    assert made.folder is not None
+    newest = made.folder.store.newest()
+    assert newest is not None
+    assert newest["position"][:2] in ([1, 0], [1, 4])
+    assert all(leaf.isfinite().all() for leaf in leaves(newest["model"]).values())
+    assert len(made.folder.metrics()) == 1
+    assert not made.folder.has_result
+
+
+def test_a_loss_that_is_not_finite_in_the_full_pass_names_the_epoch() -> None:
+    made = trainer(correction="agent")
+    with torch.no_grad():
+        next(made.parts.model.parameters()).fill_(float("nan"))
+    with pytest.raises(NonFiniteLoss, match=r"^epoch 1: the loss is nan at batch 1 of the full pass"):
+        made.run()
+
+
+class Stop(Watcher):
+    """Interrupts a run after a step."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def step(self, trainer: Trainer) -> None:
+        if trainer.step == self.after:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("stop", [1, 5, 7, 11])
+@pytest.mark.parametrize("correction", ["sgd", {"name": "agent", "way": "replay"}, "svrg"])
+def test_an_interrupted_trainer_goes_on_bit_equal(
+    stop: int, correction: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("equipoise.training.parts.MODELS", {"mlp": WithDropout})
+    changes = {"correction": correction}
+    whole, first, second = trainer(**changes), trainer(**changes), trainer(**changes)
+    whole.run()
+    first.watcher = Stop(stop)
+    with pytest.raises(InterruptedError):
+        first.run()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second.history = list(first.history)
+    second.run()
+    assert_same_state(second.state_dict(), whole.state_dict(), without="str seconds")
+    assert list(map(without_times, second.history)) == list(map(without_times, whole.history))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"name": "mlp", "hidden": 17}},
+        {"model": "small"},
+        {"optimizer": {"name": "adam"}},
+        {"optimizer": {"name": "sgd", "decay_all": False}},
+        {"topology": {"name": "rigl", "sparsity": 0.8}},
+        {"topology": "dense"},
+        {"correction": "saga"},
+        {"average": 0.5},
+    ],
+)
+def test_a_checkpoint_of_another_recipe_is_told_in_one_line(changes: dict[str, Any]) -> None:
+    state = trainer(average=0).state_dict()
+    with pytest.raises(UserError) as error:
+        trainer(**{"average": 0, **changes}).load_state_dict(state)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+def test_a_state_that_is_none_is_told_in_one_line() -> None:
+    for state in ({}, {"model": 3}, {**trainer().state_dict(), "position": [1]}):
+        with pytest.raises(UserError, match="the checkpoint does not fit the recipe"):
+            trainer().load_state_dict(state)
+
+
+def test_resuming_a_run_that_has_no_checkpoint_starts_it(tmp_path: Path) -> None:
+    recipe = make_recipe(tiny())
+    folder = RunFolder.create(tmp_path, tiny())
+    folder.append({"epoch": 1, "from": "a killed process"})
+    made = resume(folder, recipe)
+    assert (made.epoch, made.batch, made.history, folder.metrics()) == (0, 0, [], [])
