@@ -38,9 +38,9 @@ BATCH = 128
 ARMS: dict[str, tuple[Estimator, float]] = {  # with the most that an epoch may cost
     "SGD": (SGD(), 1.0),
     "recompute": (Agent(), 3.3),
-    "replay": (Agent(way="replay", coefficient="gradient"), 2.1),
-    "running": (Agent(way="running"), 2.1),
-    "running, a quarter": (Agent(way="running", share=0.25), 1.35),
+    "replay": (Agent(mode="replay", coefficient="gradient"), 2.1),
+    "running": (Agent(mode="running"), 2.1),
+    "running, a quarter": (Agent(mode="running", step_fraction=0.25), 1.35),
 }
 
 
@@ -128,7 +128,7 @@ def time_combining(step: float, rounds: int = 15) -> None:
     """Print what a corrected step costs beyond its passes, as a share of a whole step of SGD."""
     batches = random_batches(10, 1, pixels=1)
     gradient = SVRG(coefficient="gradient", per_layer=True)
-    estimators = {"SGD": SGD(), "replay": SVRG(way="replay"), "running": SVRG(way="running"), "per layer": gradient}
+    estimators = {"SGD": SGD(), "replay": SVRG(mode="replay"), "running": SVRG(mode="running"), "per layer": gradient}
     arms = {name: Arm(estimator) for name, estimator in estimators.items()}
     model = arms["SGD"].model
     times: dict[str, list[float]] = {name: [] for name in (*arms, "pass")}
@@ -175,7 +175,7 @@ def measure_memory() -> None:
     model = resnet18(width=16)
     size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     peaks, rows = {}, []
-    bf16 = Agent(way="replay", coefficient="gradient", table="bf16"), 0.0
+    bf16 = Agent(mode="replay", coefficient="gradient", table="bf16"), 0.0
     for name, (estimator, _) in (ARMS | {"replay, bf16": bf16}).items():
         arm = Arm(estimator)
         peaks[name] = peak_bytes(partial(epochs, arm, batches, 2))
@@ -262,7 +262,7 @@ def variance_at(age: int, arm: Arm, batches: list[Batch], old_losses: Tensor, sc
     found = torch.cov(torch.stack([losses, old_losses]))
     c_hat = float((found[0, 1] / found[1, 1]).clamp(0, 1))
     c_star = float(((new - new.mean(0)) * scatter).sum() / scatter.square().sum())
-    paper, gradient = Agent().cost, Agent(way="replay", coefficient="gradient").cost
+    paper, gradient = Agent().cost, Agent(mode="replay", coefficient="gradient").cost
     arms = {"SGD": (0.0, 1.0), "loss ĉ": (c_hat, paper), "γ·ĉ": (0.1 * c_hat, paper), "c*": (c_star, gradient)}
     rows = []
     for name, (c, cost) in arms.items():

@@ -172,7 +172,7 @@ def epochs(batches: list[tuple[Tensor, Tensor]]) -> dict[str, Work]:
     sparse = pack(vgg_c(), algorithm).train()
     stepper = torch.optim.SGD(sparse.parameters(), lr=0.01, momentum=0.9)
     topology = algorithm.attach(sparse, stepper, 1000 * len(batches))
-    agent = Agent(way="replay", loss_share=0.1).attach(sparse, topology)  # the share of an epoch of 391 batches
+    agent = Agent(mode="replay", loss_share=0.1).attach(sparse, topology)  # the share of an epoch of 391 batches
 
     def sparse_epoch() -> None:
         agent.refresh(batches, loss_fn)
@@ -206,7 +206,7 @@ def memory() -> str:
     model = pack(vgg_c(), algorithm).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     topology = algorithm.attach(model, optimizer, 1000)
-    agent = Agent(way="recompute").attach(model, topology)
+    agent = Agent(mode="recompute").attach(model, topology)
     for _ in range(2):
         agent.refresh([(x, y)] * 2, loss_fn)
         agent.backward(loss_fn, x, y)

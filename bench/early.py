@@ -25,7 +25,7 @@ PAIRS = {
 }
 TWICE = (("fixed-c", "AGENT"), ("gamma", "gamma 0.1"))  # the same recipe
 TWICE_EPOCHS = 15
-WAYS = ("plain", "reestimated", "averaged")
+WAYS = ("plain", "bn_recalibrated", "ema")
 
 
 def points(result: Result, way: str = "plain", epochs: int = EPOCHS) -> np.ndarray:

@@ -46,24 +46,24 @@ VGG16 = "bsr-vgg16-cifar10"
 SGD = "VGG-C 99 %, SET-ITOP, SGD"
 CASES = {
     SGD: Case("vgg_c-set-itop", epochs=10, limit=0.75),
-    "VGG-C, AGENT, replay": Case("vgg_c-set-itop", (AGENT, "correction.way=replay"), 3, SGD, 2.05),
+    "VGG-C, AGENT, replay": Case("vgg_c-set-itop", (AGENT, "correction.mode=replay"), 3, SGD, 2.05),
     "VGG-C, AGENT, running, 1/4 of the steps": Case(
         "vgg_c-set-itop",
-        (AGENT, "correction.way=running", "correction.share=0.25"),
+        (AGENT, "correction.mode=running", "correction.step_fraction=0.25"),
         3,
         SGD,
         1.35,
     ),
-    "VGG-C, AGENT, recompute": Case("vgg_c-set-itop", (AGENT, "correction.way=recompute"), 3, SGD),
+    "VGG-C, AGENT, recompute": Case("vgg_c-set-itop", (AGENT, "correction.mode=recompute"), 3, SGD),
     "VGG-C, RigL-ITOP": Case("vgg_c-rigl-itop", epochs=10, against=SGD, limit=1.03),
     "VGG-16 99 %, static": Case(VGG16, STANDARD),
     "VGG-16, BSR-Net": Case(VGG16, (), 3, "VGG-16 99 %, static", 1.15),
     "VGG-16, static, PGD-10 AT": Case(VGG16, (*STANDARD, "objective=at"), 2, "VGG-16 99 %, static", 9.0),
     "VGG-16, static, AT, AGENT, running": Case(
-        VGG16, (*STANDARD, "objective=at", AGENT, "correction.way=running"), 2, "VGG-16, static, PGD-10 AT", 1.20
+        VGG16, (*STANDARD, "objective=at", AGENT, "correction.mode=running"), 2, "VGG-16, static, PGD-10 AT", 1.20
     ),
     "VGG-16, static, AT, AGENT, recompute": Case(
-        VGG16, (*STANDARD, "objective=at", AGENT, "correction.way=recompute"), 2, "VGG-16, static, PGD-10 AT"
+        VGG16, (*STANDARD, "objective=at", AGENT, "correction.mode=recompute"), 2, "VGG-16, static, PGD-10 AT"
     ),
     "ResNet-50, CIFAR-100, dense": Case("resnet50-rigl-cifar100", ("topology=dense",), 2),
     "ResNet-50, CIFAR-100, RigL 90 %": Case("resnet50-rigl-cifar100", (), 2, "ResNet-50, CIFAR-100, dense", 1.05),

@@ -103,8 +103,8 @@ def make_arms(model: Callable[[], nn.Module]) -> list[Arm]:
     return [
         Arm("AT alone", model, SGD()),
         Arm("AGENT, recompute", model, Agent()),
-        Arm("AGENT, recompute, g̃ from a quarter of the batches", model, Agent(fraction=0.25)),
-        Arm("AGENT, running", model, Agent(way="running")),
+        Arm("AGENT, recompute, g̃ from a quarter of the batches", model, Agent(batch_fraction=0.25)),
+        Arm("AGENT, running", model, Agent(mode="running")),
         Arm("AGENT, recompute, adversarial full pass", model, Agent(), clean=False),
     ]
 

@@ -15,7 +15,7 @@ from equipoise import models
 from equipoise.correction import MVR, SAGA, SGD, SVRG, Agent, AgentMVR, AlphaSVRG, Correction, FixedC
 from equipoise.errors import UserError
 from equipoise.topology import GMP, MEST, SET, SNFS, BSRNet, Dense, GraNet, RigL, Static, Topology
-from equipoise.topology.ema import Average
+from equipoise.topology.ema import EMA
 
 __version__ = "0.1.0.dev0"
 
@@ -35,6 +35,7 @@ def save(model: Module, path: str | PathLike[str], values: str = "float32", forc
 
 
 __all__ = [
+    "EMA",
     "GMP",
     "MEST",
     "MVR",
@@ -46,7 +47,6 @@ __all__ = [
     "Agent",
     "AgentMVR",
     "AlphaSVRG",
-    "Average",
     "BSRNet",
     "Correction",
     "Dense",

@@ -61,7 +61,7 @@ class World:
         """Whether any process had raised its flag before the last average; a GPU has to be waited for."""
         return self._flags is not None and bool(self._flags > 0)
 
-    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def all_reduce_mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The mean of each tensor over the processes, in one all-reduce of one bucket."""
         if self.alone:
             return list(tensors)
@@ -75,12 +75,12 @@ class World:
         return [mean.view(tensor.shape).to(tensor) for mean, tensor in zip(means, tensors, strict=True)]
 
     @torch.no_grad()
-    def take_from_first(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Make the tensors those of the first process, in place."""
         for tensor in () if self.alone else tensors:
             self._answered(partial(dist.broadcast, tensor.detach(), self._first, group=self._group))
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over the processes."""
         if self.alone:
             return tensor
@@ -88,7 +88,7 @@ class World:
         self._answered(lambda: dist.all_reduce(total, group=self._group))
         return total.to(tensor.device)
 
-    def stack(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all processes, by rank."""
         if self.alone:
             return tensor.unsqueeze(0)
@@ -96,7 +96,7 @@ class World:
         self._answered(lambda: dist.all_gather(found, tensor.contiguous(), group=self._group))
         return torch.stack(found)
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """The values of all processes, by rank, on every one of them."""
         if self.alone:
             return [value]
@@ -104,7 +104,7 @@ class World:
         self._answered(lambda: dist.all_gather_object(found, value, group=self._group))
         return found
 
-    def collect(self, value: T) -> list[T]:
+    def gather_object(self, value: T) -> list[T]:
         """The values of all processes, by rank, on the first one; nothing on the others."""
         if self.alone:
             return [value]
@@ -112,7 +112,7 @@ class World:
         self._answered(lambda: dist.gather_object(value, found, self._first, group=self._group))
         return found or []
 
-    def from_first(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """What the first process has."""
         if self.alone:
             return value
@@ -127,7 +127,7 @@ class World:
 
     def all(self, holds: bool) -> bool:
         """Whether it holds for every process."""
-        return all(self.gather(holds))
+        return all(self.all_gather_object(holds))
 
     def _answered(self, ask: Callable[[], object]) -> None:
         try:

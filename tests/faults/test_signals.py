@@ -183,7 +183,7 @@ def test_a_run_stopped_from_outside(tmp_path: Path) -> None:
 def study_of(folder: Path, epochs: int) -> list[str]:
     """The command line of a study with two arms."""
     write(folder / "tiny.yaml", epochs=epochs)
-    study = {"title": "T", "recipe": "tiny.yaml", "seeds": [0], "arms": {"a": {}, "b": {"average": 0.5}}}
+    study = {"title": "T", "recipe": "tiny.yaml", "seeds": [0], "arms": {"a": {}, "b": {"ema": 0.5}}}
     (folder / "s.yaml").write_text(yaml.safe_dump(study))
     return ["study", str(folder / "s.yaml"), "--results", str(folder / "r"), "--work", str(folder / "w")]
 

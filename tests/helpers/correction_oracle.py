@@ -188,23 +188,23 @@ class Oracle:
         if isinstance(self.rule, GradientRule):
             self.rule.restart()
         if isinstance(self.rule, LossRule):
-            if self.way in ("recompute", "replay") and before is not None:
+            if self.mode in ("recompute", "replay") and before is not None:
                 chosen = [batches[i] for i in self._chosen(len(batches))]
                 losses = [[loss_and_gradient(at, b)[0] for b in chosen] for at in (theta, before)]
                 self.rule.compare(*losses)
             elif len(self.pairs) > 1:
                 self.rule.compare(*zip(*self.pairs, strict=True))
             self.pairs = []
-        if self.way in ("recompute", "replay"):
+        if self.mode in ("recompute", "replay"):
             used = [batches[i] for i in self._chosen(len(batches))]
             self.reference = np.mean([gradient(theta, b) for b in used], axis=0)
-        if self.way == "table":
+        if self.mode == "table":
             known = active if self.was_active is None else active & self.was_active
             self.table = {i: np.where(known, row, 0) for i, row in self.table.items()}
             complete = len(self.table) == len(batches)
             self.reference = np.mean(list(self.table.values()), axis=0) if complete else None
             self.known = known
-        if self.way != "previous" or before is None:
+        if self.mode != "previous" or before is None:
             self.snapshot = theta.copy()
             self.earlier = []
             self.was_active = active.copy()
@@ -235,15 +235,15 @@ class Oracle:
 
     def _old(self, active: NDArray[np.bool_], batch: Batch, index: int) -> tuple[Any, Any, Any, float]:
         nothing = None, None, None, 0.0
-        if self.way == "none" or self.snapshot is None:
+        if self.mode == "none" or self.snapshot is None:
             return nothing
         where = active if self.every_place else active & self.was_active
-        if self.way == "table":
+        if self.mode == "table":
             if self.reference is None:
                 return nothing
             return self.table[index], self.reference, active & self.known, 0.0
         old = gradient(self.snapshot, batch)
-        if self.way == "running":
+        if self.mode == "running":
             if not self.earlier:
                 return nothing
             return old, np.mean(self.earlier, axis=0), where, 1 / (1 + len(self.earlier))
@@ -262,13 +262,13 @@ class Oracle:
         index: int,
         was_corrected: bool,
     ) -> None:
-        if self.way in ("running", "previous") and was_corrected:
+        if self.mode in ("running", "previous") and was_corrected:
             self.pairs.append((loss, loss_and_gradient(self.snapshot, batch)[0]))
-        if self.way == "running":
+        if self.mode == "running":
             self.earlier.append(gradient(self.snapshot, batch))
-        if self.way == "previous":
+        if self.mode == "previous":
             self.snapshot, self.reference, self.was_active = theta.copy(), corrected, active.copy()
-        if self.way == "table":
+        if self.mode == "table":
             row = np.where(self.was_active, new, 0)
             if self.reference is not None:
                 self.reference = self.reference + (row - self.table[index]) / len(self.table)

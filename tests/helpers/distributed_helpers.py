@@ -167,7 +167,7 @@ def train_and_resume(world: World, folder: str, changes: dict[str, Any], after: 
         (path / "broken" / "checkpoints").mkdir()
         name = f"step-{after:09d}.safetensors"
         (path / "broken" / "checkpoints" / name).write_bytes((path / "whole/checkpoints" / name).read_bytes())
-    world.gather(None)  # until the file is there
+    world.all_gather_object(None)  # until the file is there
     resumed = resume(RunFolder(path / "broken"), recipe, world=world)
     assert resumed.step == after
     resumed.run()

@@ -26,11 +26,11 @@ LONGEST = 0.35  # seconds that a run takes in a process that has everything load
 TOPOLOGIES = ("static", "set", "rigl", "snfs", "mest", "gmp", "granet", "bsr-net", "rigl-itop")
 CORRECTIONS: dict[str, Any] = {
     "sgd": "sgd",
-    "agent, recompute": {"name": "agent", "way": "recompute"},
-    "agent, replay": {"name": "agent", "way": "replay"},
-    "agent, running": {"name": "agent", "way": "running"},
+    "agent, recompute": {"name": "agent", "mode": "recompute"},
+    "agent, replay": {"name": "agent", "mode": "replay"},
+    "agent, running": {"name": "agent", "mode": "running"},
     "agent, c per layer": {"name": "agent", "coefficient": "gradient", "per_layer": True, "gamma": 1.0},
-    "svrg, every 4": {"name": "svrg", "way": "replay", "every": 4},
+    "svrg, every 4": {"name": "svrg", "mode": "replay", "every": 4},
     "alpha-svrg": "alpha-svrg",
     "mvr": "mvr",
     "agent-mvr": "agent-mvr",

@@ -108,7 +108,7 @@ def _run(arguments: list[str], log: Path, trap: Trap | Point | None, place: tupl
 
 def _set(moment: str, count: int) -> None:
     from equipoise.correction import Correction
-    from equipoise.topology.ema import Average
+    from equipoise.topology.ema import EMA
     from equipoise.training import checkpoint
     from equipoise.training.checkpoint import Store
     from equipoise.training.run_folder import RunFolder
@@ -116,7 +116,7 @@ def _set(moment: str, count: int) -> None:
 
     places: dict[str, tuple[Any, str, Callable[..., None] | None]] = {
         "after a step": (Trainer, "_eager_step", _die),
-        "within a step": (Average, "update", None),
+        "within a step": (EMA, "update", None),
         "after a refresh": (Correction, "refresh", _die),
         "after a line": (RunFolder, "append", _die),
         "after half a checkpoint": (checkpoint, "save_file", _halve),

@@ -14,7 +14,7 @@ from equipoise.training.recipe import Recipe, apply_overrides, make_recipe, read
 from equipoise.training.trainer import Trainer
 
 ADVERSARIAL = ["at", "trades", "mart", "mixed"]
-LIGHT = ["objective.steps=2", "objective.step_size=0.05", "average=0", "reestimate=1"]
+LIGHT = ["objective.steps=2", "objective.step_size=0.05", "ema=0", "bn_recalibration_batches=1"]
 TINY = ["epochs=1", "data.validation=1317", "data.batch=40"]  # leaves 120 images: three steps an epoch
 STEPS = 3
 

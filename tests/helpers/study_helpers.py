@@ -50,7 +50,7 @@ def line(number: int, accuracy: float = 0.5, c: float | None = None) -> dict[str
         "train_loss": 1.0 / number,
         "train_accuracy": accuracy,
         "split": "test",
-        "scores": {way: {"loss": 1.0, "accuracy": accuracy} for way in ("plain", "reestimated", "averaged")},
+        "scores": {way: {"loss": 1.0, "accuracy": accuracy} for way in ("plain", "bn_recalibrated", "ema")},
         "density": 0.05,
         "exploration": 0.3,
         "updates": 1,

@@ -17,7 +17,7 @@ from equipoise.training import Trainer, make_recipe
 from equipoise.training import checkpoint as checkpoints
 
 BATCHES = 6  # of an epoch of `tiny`
-TIMES = {"seconds", "start_up", "images_per_second"}
+TIMES = {"seconds", "startup_seconds", "images_per_second"}
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
@@ -28,8 +28,8 @@ def tiny(**changes: Any) -> dict[str, Any]:
         "topology": {"name": "set", "sparsity": 0.8, "every": 4},
         "optimizer": {"name": "sgd", "lr": 0.05},
         "epochs": 2,
-        "average": 0.9,
-        "reestimate": 2,
+        "ema": 0.9,
+        "bn_recalibration_batches": 2,
     }
     return {**base, **changes}
 

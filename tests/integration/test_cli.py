@@ -110,7 +110,7 @@ def test_runs_get_folders_of_their_own(run: Run, recipe: str, tmp_path: Path) ->
 
 
 def test_a_correction_says_what_it_costs(run: Run, recipe: str) -> None:
-    words = ("correction=agent", "correction.way=recompute")
+    words = ("correction=agent", "correction.mode=recompute")
     trained = run("train", recipe, "epochs=2", *words, "--out", "here")
     assert trained.out.startswith("correction: recompute: 3.33 x the passes of SGD")
     shown = run("show", "here").out.splitlines()
@@ -175,7 +175,7 @@ def test_the_demo_fits_in_80_columns(run: Run, tmp_path: Path) -> None:
     assert "…" not in outcome.out
     start = lines.index("digits, test accuracy after 2 epochs")
     header, rows = lines[start + 1], lines[start + 2 : -1]
-    assert header.split() == ["accuracy", "averaged", "density", "explored", "variance", "passes", "seconds"]
+    assert header.split() == ["accuracy", "ema", "density", "explored", "variance", "passes", "seconds"]
     assert [re.split(r"  +", row)[0] for row in rows] == [
         *("dense", "static", "SET", "RigL"),
         *("SET + AGENT", "SET + AGENT c*"),
@@ -205,7 +205,7 @@ def test_names_are_shown_as_they_are(run: Run, recipe: str) -> None:
 def in_progress(folder: Path, epochs: int) -> RunFolder:
     """As it lies on the disk while another process trains: no result, perhaps no checkpoint, half a line."""
     made = RunFolder.create(folder, tiny())
-    scores = {"plain": {"loss": 1.0, "accuracy": 0.5}, "reestimated": {"loss": 1.0, "accuracy": 0.5}}
+    scores = {"plain": {"loss": 1.0, "accuracy": 0.5}, "bn_recalibrated": {"loss": 1.0, "accuracy": 0.5}}
     for epoch in range(1, epochs + 1):
         made.append(
             {"epoch": epoch, "learning_rate": 0.1, "train_loss": 1.0, "split": "test", "scores": scores}
@@ -336,7 +336,7 @@ def test_a_table_that_does_not_fit_in_memory_leaves_nothing_behind(
     run: Run, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("equipoise.correction.cost.available_memory", lambda device: 1000)
-    outcome = run("train", recipe, "correction=agent", "correction.way=replay", "--out", "here")
+    outcome = run("train", recipe, "correction=agent", "correction.mode=replay", "--out", "here")
     assert_refused(outcome, "replay needs")
     assert not (tmp_path / "here").exists()
 

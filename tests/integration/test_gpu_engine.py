@@ -29,11 +29,11 @@ TOPOLOGIES = {
     **{name: {**SET, "name": name} for name in ("set", "rigl", "rigl-itop", "mest", "snfs", "gmp", "granet")},
 }
 CORRECTIONS = {
-    "recompute": {"name": "agent", "way": "recompute"},
-    "replay": {"name": "agent", "way": "replay"},
-    "replay-bf16": {"name": "agent", "way": "replay", "table": "bf16"},
-    "running": {"name": "agent", "way": "running", "share": 0.5},
-    "gradient": {"name": "agent", "way": "running", "coefficient": "gradient", "per_layer": True},
+    "recompute": {"name": "agent", "mode": "recompute"},
+    "replay": {"name": "agent", "mode": "replay"},
+    "replay-bf16": {"name": "agent", "mode": "replay", "table": "bf16"},
+    "running": {"name": "agent", "mode": "running", "share": 0.5},
+    "gradient": {"name": "agent", "mode": "running", "coefficient": "gradient", "per_layer": True},
     "pays": {"name": "svrg", "when": "pays"},
     **{name: name for name in ("svrg", "alpha-svrg", "mvr", "agent-mvr", "saga", "fixed", "agent-no-gamma")},
 }
@@ -119,7 +119,7 @@ def test_compiled_steps_train_as_eager_ones_do(case: str, precision: str) -> Non
 
 def test_start_up_is_told_apart_from_training() -> None:
     found = trained(CASES["topology rigl"], compile=True, epochs=4).history
-    start_up, seconds = ([line[key] for line in found] for key in ("start_up", "seconds"))
+    start_up, seconds = ([line[key] for line in found] for key in ("startup_seconds", "seconds"))
     epochs = [after - before for before, after in zip([0.0, *seconds], seconds, strict=False)]
     assert start_up[0] > 1  # compiling takes long
     assert start_up[2] == start_up[3]  # and is done once

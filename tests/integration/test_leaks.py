@@ -44,12 +44,12 @@ class Memory(Watcher):
 CASES: dict[str, dict[str, Any]] = {
     "rigl, agent by replay, packed": {
         "topology": {"name": "rigl", "sparsity": 0.9, "every": 10},
-        "correction": {"name": "agent", "way": "replay", "every": 50},
+        "correction": {"name": "agent", "mode": "replay", "every": 50},
         "storage": "packed",
     },
     "set, agent by recomputing, masked": {
         "topology": {"name": "set", "sparsity": 0.9, "every": 10},
-        "correction": {"name": "agent", "way": "recompute", "every": 300},
+        "correction": {"name": "agent", "mode": "recompute", "every": 300},
         "storage": "masked",
     },
     "granet, mvr, adam, masked": {

@@ -278,7 +278,7 @@ def test_what_cannot_be_packed_is_refused_in_one_line(override: str, message: st
 
 PIPELINES = [
     ("topology=set",),
-    ("topology=rigl", "correction=agent", "correction.way=recompute"),
+    ("topology=rigl", "correction=agent", "correction.mode=recompute"),
     ("topology=snfs", "correction=mvr"),
     ("topology=bsr-net", "topology.distribution=uniform"),
     ("topology=set", "optimizer=adamw", "optimizer.lr=0.002", "correction=agent"),

@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "rigl, agent by replay with a coefficient per layer, adam": {
         "topology": {"name": "rigl", "sparsity": 0.7, "every": 3},
-        "correction": {"name": "agent", "way": "replay", "coefficient": "gradient", "per_layer": True, "gamma": 1},
+        "correction": {"name": "agent", "mode": "replay", "coefficient": "gradient", "per_layer": True, "gamma": 1},
         "optimizer": {"name": "adam", "lr": 0.005},
         "checkpoint": {"steps": 5, "keep": 1},
     },
@@ -80,14 +80,14 @@ def test_a_run_killed_at_many_moments_ends_bit_equal(case: str, tmp_path: Path) 
 MORE: dict[str, dict[str, Any]] = {
     "bsr-net, running, sgdw, no average": {
         "topology": {"name": "bsr-net", "sparsity": 0.7, "distribution": "erk"},
-        "correction": {"name": "agent", "way": "running"},
+        "correction": {"name": "agent", "mode": "running"},
         "optimizer": {"name": "sgdw", "lr": 0.02},
-        "average": 0,
+        "ema": 0,
         "checkpoint": {"steps": 2},
     },
     "mest, replay across epochs, bf16": {
         "topology": {"name": "mest", "sparsity": 0.7, "every": 2},
-        "correction": {"name": "svrg", "way": "replay", "every": 4},
+        "correction": {"name": "svrg", "mode": "replay", "every": 4},
         "precision": "bf16",
         "checkpoint": {"steps": 3},
     },

@@ -153,7 +153,7 @@ def test_the_list_has_every_recipe_once_under_its_family() -> None:
 def test_a_digits_recipe_trains(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One epoch of each, of the six or ten that they have: it learns and keeps its density."""
     with pytest.raises(SystemExit) as stop:
-        main(["train", *words, "epochs=1", "average=0", "reestimate=1", "--out", str(tmp_path / "run")])
+        main(["train", *words, "epochs=1", "ema=0", "bn_recalibration_batches=1", "--out", str(tmp_path / "run")])
     assert stop.value.code == 0
     out = capsys.readouterr().out
     assert "density 10.00%" in out

@@ -98,7 +98,7 @@ def record_losses(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> list[Cal
 def test_old_and_new_gradient_are_of_the_same_perturbed_tensors(
     objective: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = tiny_trainer(f"objective={objective}", "correction=svrg", f"correction.way={way}")
+    trainer = tiny_trainer(f"objective={objective}", "correction=svrg", f"correction.mode={way}")
     clean = list(trainer.parts.train.epoch(0))
     snapshot = flat(trainer.parts.model.parameters()).clone()
     calls = record_losses(monkeypatch, trainer)  # the full pass is on clean images: it uses another loss
@@ -259,9 +259,9 @@ def test_random_starts_are_of_the_step_and_the_seed(monkeypatch: pytest.MonkeyPa
         (["correction=agent"], (20 + 3 + 3) / (20 + 3)),
         (["correction=agent", "full_pass=clean"], (20 + 3 + 3 + 3 + 1) / (20 + 3)),
         (["correction=agent", "full_pass=adversarial"], (20 + 3 + 3 + 20 + 3 + 1) / (20 + 3)),
-        (["correction=agent", "correction.way=running"], (20 + 3 + 3) / (20 + 3)),
-        (["correction=agent", "correction.way=running", "objective=trades"], (20 + 6 + 6) / (20 + 6)),
-        (["correction=agent", "correction.way=recompute", "objective=standard"], (3 + 3 + 3 + 1) / 3),
+        (["correction=agent", "correction.mode=running"], (20 + 3 + 3) / (20 + 3)),
+        (["correction=agent", "correction.mode=running", "objective=trades"], (20 + 6 + 6) / (20 + 6)),
+        (["correction=agent", "correction.mode=recompute", "objective=standard"], (3 + 3 + 3 + 1) / 3),
         (["correction=saga"], 1),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -298,16 +298,16 @@ def test_the_passes_of_attacks_are_those_that_are_made(
 @pytest.mark.parametrize("objective", ADVERSARIAL)
 def test_replay_with_an_attack_is_refused(objective: str) -> None:
     with pytest.raises(UserError, match="replay needs batches known ahead") as error:
-        make(f"objective={objective}", "correction=agent", "correction.way=replay")
+        make(f"objective={objective}", "correction=agent", "correction.mode=replay")
     assert "\n" not in str(error.value)
-    make("objective=standard", "correction=agent", "correction.way=replay")
-    make(f"objective={objective}", "correction.way=replay")  # nothing is corrected, so nothing is replayed
+    make("objective=standard", "correction=agent", "correction.mode=replay")
+    make(f"objective={objective}", "correction.mode=replay")  # nothing is corrected, so nothing is replayed
 
 
 def test_the_command_line_refuses_replay_with_an_attack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     with pytest.raises(SystemExit) as stop:
-        main(["train", "digits-bsr-at", "agent", "correction.way=replay", "--out", str(out)])
+        main(["train", "digits-bsr-at", "agent", "correction.mode=replay", "--out", str(out)])
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not out.exists()
@@ -342,13 +342,13 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     [
         ["correction=agent"],
         ["correction=agent", "full_pass=adversarial", "correction.coefficient=gradient"],
-        ["objective=trades", "correction=agent", "correction.way=running"],
+        ["objective=trades", "correction=agent", "correction.mode=running"],
     ],
     ids=["at, agent", "at, agent, adversarial", "trades, agent, running"],
 )
 def test_a_killed_run_ends_as_one_that_was_not(overrides: list[str], tmp_path: Path) -> None:
     """BSR-Net, an attack and AGENT, killed in the middle of the second epoch, two steps after a checkpoint."""
-    recipe = tiny("epochs=2", "data.batch=20", "average=0.9", "checkpoint.steps=4", *overrides)
+    recipe = tiny("epochs=2", "data.batch=20", "ema=0.9", "checkpoint.steps=4", *overrides)
     whole = Trainer(recipe)
     whole.run()
     folder = RunFolder.create(tmp_path / "run", recipe.raw)

@@ -26,13 +26,13 @@ from equipoise.training.recipe import apply_overrides, make_recipe, read_recipe
 from equipoise.training.run_folder import RunFolder
 from equipoise.training.trainer import Trainer
 
-WAYS = ["plain", "reestimated", "averaged"]
+WAYS = ["plain", "bn_recalibrated", "ema"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """One epoch of AT; its average is far behind its weights, so that the three ways differ."""
-    overrides = ["epochs=1", "objective.steps=2", "average=0.8", "reestimate=2", "optimizer.lr=0.02"]
+    overrides = ["epochs=1", "objective.steps=2", "ema=0.8", "bn_recalibration_batches=2", "optimizer.lr=0.02"]
     recipe = make_recipe(apply_overrides(read_recipe("digits-bsr-at"), overrides))
     trainer = Trainer(recipe)
     trainer.folder = RunFolder.create(tmp_path_factory.mktemp("runs") / "run", trainer.raw)

@@ -30,7 +30,7 @@ from equipoise.training.run_folder import RunFolder
 from killing import SERVER, launch
 from train_helpers import held_by_another_process, tiny, without_times
 
-ARMS: dict[str, Any] = {"SGD": {}, "A + B": {"correction": {"name": "agent", "way": "replay"}}}
+ARMS: dict[str, Any] = {"SGD": {}, "A + B": {"correction": {"name": "agent", "mode": "replay"}}}
 
 
 def write_study(folder: Path, arms: dict[str, Any] = ARMS, **changes: Any) -> str:
@@ -86,8 +86,16 @@ def test_every_arm_and_seed_has_a_result_like_its_run(tmp_path: Path) -> None:
         size = sum(layer["size"] for layer in value["layers"].values())
         active = sum(layer["active"] for layer in value["layers"].values())
         assert active / size == pytest.approx(value["epochs"][-1]["density"], rel=1e-5)
-        assert set(value["environment"]) == {"device", "torch", "python", "equipoise", "together", "commit", "date"}
-        assert value["environment"]["together"] == 1
+        assert set(value["environment"]) == {
+            "device",
+            "torch",
+            "python",
+            "equipoise",
+            "jobs_on_device",
+            "commit",
+            "date",
+        }
+        assert value["environment"]["jobs_on_device"] == 1
         assert "robust" not in value
         assert "measured" not in value
 
@@ -197,7 +205,7 @@ def test_a_chosen_way_of_correction_is_the_recipe_that_left_it_open(tmp_path: Pa
     source = write_study(tmp_path, {"AGENT": {"correction": "agent"}}, seeds=[0])
     assert run(source, tmp_path)[0]
     value = json.loads((tmp_path / "results/little/agent-seed0.json").read_text())
-    assert value["recipe"]["correction"] == {"name": "agent", "way": "replay"}
+    assert value["recipe"]["correction"] == {"name": "agent", "mode": "replay"}
     assert run(source, tmp_path) == (True, ["little: 0 of 1 to run"])
 
 
@@ -368,7 +376,7 @@ def test_a_result_says_that_others_ran_beside_it(tmp_path: Path) -> None:
     design = read_study(write_study(tmp_path))
     jobs = jobs_of(design, tmp_path / "results", tmp_path / "runs", seeds=[0], beside=1)
     assert run_study(design, jobs, tmp_path / "results", here, lambda line: None)
-    assert {value["environment"]["together"] for value in results_of(tmp_path).values()} == {2}
+    assert {value["environment"]["jobs_on_device"] for value in results_of(tmp_path).values()} == {2}
 
 
 def test_divergence_is_a_result_that_is_kept_and_shown(tmp_path: Path) -> None:
@@ -458,8 +466,8 @@ def test_processes_and_here_come_to_the_same_results(tmp_path: Path) -> None:
     jobs = jobs_of(design, tmp_path / "there/results", tmp_path / "there/runs")
     assert run_study(design, jobs, tmp_path / "there/results", processes(2), lambda line: None)
     here_found, there_found = results_of(tmp_path / "here"), results_of(tmp_path / "there")
-    assert [value["environment"].pop("together") for value in here_found.values()] == [1] * len(jobs)
-    assert [value["environment"].pop("together") for value in there_found.values()] == [2] * len(jobs)
+    assert [value["environment"].pop("jobs_on_device") for value in here_found.values()] == [1] * len(jobs)
+    assert [value["environment"].pop("jobs_on_device") for value in there_found.values()] == [2] * len(jobs)
     assert there_found == here_found
 
 

@@ -127,7 +127,7 @@ def accumulate(world: World) -> list[float]:
 
     model = Sometimes().double()
     wrapped = model if world.alone else DistributedDataParallel(model)
-    agent = CORRECTIONS["svrg"](way="recompute").attach(wrapped)
+    agent = CORRECTIONS["svrg"](mode="recompute").attach(wrapped)
     shares = [(x[world.rank :: world.size], y[world.rank :: world.size]) for x, y in batches()]
     agent.refresh(shares, loss_fn)
     for share in shares[:2]:
@@ -150,7 +150,7 @@ def buffers_of(world: World) -> dict[str, Any]:
     torch.manual_seed(3)
     network = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     model = DistributedDataParallel(network)
-    agent = CORRECTIONS["agent"](way="recompute").attach(model)
+    agent = CORRECTIONS["agent"](mode="recompute").attach(model)
     shares = [(x[world.rank :: 2], y[world.rank :: 2]) for x, y in batches()]
     agent.refresh(shares, loss_fn)
     for share in shares:
@@ -207,7 +207,7 @@ def normalise(world: World, kind: str, momentum: float | None, affine: bool) -> 
         (y * slope[world.rank :: world.size]).sum().backward()
         outputs.append(y.detach())
         slopes.append(x.grad)
-    parameters = {name: world.sum(p.grad) for name, p in model.named_parameters()}
+    parameters = {name: world.all_reduce(p.grad) for name, p in model.named_parameters()}
     return {"y": outputs, "dx": slopes, "parameters": parameters, "buffers": dict(model.named_buffers())}
 
 

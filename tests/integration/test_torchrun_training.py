@@ -42,23 +42,23 @@ def topology(name: str, **options: Any) -> dict[str, Any]:
 
 
 # Nine epochs of six batches, the last of which is of an odd number of images; topology updates every 7 steps.
-LONG = {"epochs": 9, "average": 0.9}
+LONG = {"epochs": 9, "ema": 0.9}
 RIGL = topology("rigl", every=7, until=1.0)
 
 CASES: dict[str, dict[str, Any]] = {
     "rigl, agent by replay": {"topology": RIGL, "correction": "agent"},
     "rigl, agent by recomputing, clipped": {
         "topology": RIGL,
-        "correction": {"name": "agent", "way": "recompute"},
+        "correction": {"name": "agent", "mode": "recompute"},
         "clip": 0.5,
     },
     "corrected growth, gradient coefficient": {
         "topology": topology("rigl", every=7, until=1.0, growth="corrected", step_at_update="take"),
-        "correction": {"name": "agent", "coefficient": "gradient", "way": "recompute"},
+        "correction": {"name": "agent", "coefficient": "gradient", "mode": "recompute"},
     },
     "snfs, running, by layer": {
         "topology": topology("snfs", every=7),
-        "correction": {"name": "agent", "way": "running", "coefficient": "gradient", "per_layer": True},
+        "correction": {"name": "agent", "mode": "running", "coefficient": "gradient", "per_layer": True},
     },
     "mest, when it pays": {
         "topology": topology("mest", every=7),
@@ -85,7 +85,7 @@ def test_two_processes_equal_one_over_54_steps_in_float64(two: Processes, case: 
             assert ours["scores"][way] == pytest.approx(score, rel=1e-5)
 
 
-SHORT = {"epochs": 2, "average": 0}
+SHORT = {"epochs": 2, "ema": 0}
 
 MORE: dict[str, dict[str, Any]] = {
     f"{name}, {correction}": {
@@ -101,7 +101,7 @@ MORE: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE)
 def test_every_topology_with_every_correction(two: Processes, case: str) -> None:
-    changes = {"epochs": 3, "average": 0, **MORE[case]}
+    changes = {"epochs": 3, "ema": 0, **MORE[case]}
     assert_equal_runs(two(train, changes), alone(changes), 1e-10)
 
 
@@ -138,7 +138,7 @@ def test_synchronised_batchnorm_equals_one_process_in_float64(two: Processes) ->
     assert one["steps"] == 52
     assert one["refreshes"] == 3
     assert_equal_runs(several, one, 1e-10)
-    for way in ("plain", "reestimated", "averaged"):
+    for way in ("plain", "bn_recalibrated", "ema"):
         assert several[0]["test"][way]["loss"] == pytest.approx(one["test"][way]["loss"], rel=1e-6)
 
 
@@ -146,7 +146,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "rigl, agent": {"topology": topology("rigl", every=3, until=1.0), "correction": "agent"},
     "snfs, recompute": {
         "topology": topology("snfs", every=3),
-        "correction": {"name": "agent", "way": "recompute", "coefficient": "gradient"},
+        "correction": {"name": "agent", "mode": "recompute", "coefficient": "gradient"},
     },
     "bsr-net, mvr": {
         "topology": topology("bsr-net", distribution="erk"),
@@ -203,7 +203,7 @@ def test_differing_masks_stop_the_run_and_name_the_layer(two: Processes, storage
 
 def collectives_of_a_step(world: World, changes: dict[str, Any]) -> dict[str, int]:
     """What is said between the processes in one ordinary step."""
-    trainer = in_double(Trainer(make_recipe(tiny(**changes, average=0)), world=world))
+    trainer = in_double(Trainer(make_recipe(tiny(**changes, ema=0)), world=world))
     trainer.parts.model.train()
     counts: dict[str, int] = {}
     trainer._refresh()
@@ -219,7 +219,7 @@ def collectives_of_a_step(world: World, changes: dict[str, Any]) -> dict[str, in
     [
         {"topology": topology("bsr-net", distribution="erk")},
         {"topology": topology("rigl"), "correction": "agent"},
-        {"topology": topology("snfs"), "correction": {"name": "agent", "way": "running", "coefficient": "gradient"}},
+        {"topology": topology("snfs"), "correction": {"name": "agent", "mode": "running", "coefficient": "gradient"}},
     ],
     ids=["bsr-net rewiring", "agent", "gradient coefficient"],
 )
@@ -234,7 +234,7 @@ def test_a_step_costs_one_all_reduce(two: Processes, changes: dict[str, Any]) ->
     ("changes", "after"),
     [
         ({"topology": RIGL, "correction": "agent"}, 9),
-        ({"topology": RIGL, "correction": {"name": "agent", "way": "running"}, "storage": "packed"}, 8),
+        ({"topology": RIGL, "correction": {"name": "agent", "mode": "running"}, "storage": "packed"}, 8),
         ({"topology": topology("bsr-net", distribution="erk"), "correction": "saga"}, 9),
     ],
     ids=["replay", "running, packed", "saga"],
@@ -350,7 +350,7 @@ def test_batches_that_cannot_be_shared_are_refused(two: Processes) -> None:
 def test_alone_nothing_changes() -> None:
     """One process of this code takes the very tensors it is given."""
     tensors = [torch.ones(3), torch.zeros(2)]
-    assert all(a is b for a, b in zip(ALONE.mean(tensors), tensors, strict=True))
-    assert ALONE.gather(5) == [5]
-    assert ALONE.from_first(5) == 5
+    assert all(a is b for a, b in zip(ALONE.all_reduce_mean(tensors), tensors, strict=True))
+    assert ALONE.all_gather_object(5) == [5]
+    assert ALONE.broadcast_object(5) == 5
     assert not ALONE.flag

@@ -99,7 +99,7 @@ def resume(run: RunArgument, tensorboard: Board = False, measure: Measure = 0) -
     recipe = make_recipe(folder.recipe())
     folder.store.keep = recipe.checkpoint.keep
     with joined(recipe.device) as world:
-        finished = world.from_first(folder.has_result)
+        finished = world.broadcast_object(folder.has_result)
         trainer = resume_run(folder, recipe, world=world)
         if trainer.epoch >= recipe.epochs and finished:
             console.print(f"{run} is finished: {trainer.epoch} epochs")

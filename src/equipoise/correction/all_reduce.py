@@ -25,7 +25,7 @@ def average_gradients(
     absent = {id(parameter) for parameter in missing}
     own = [p.grad for p in parameters if p.grad is not None] + ([] if topology is None else topology.put_aside())
     used = own[0].new_tensor([float(id(p) not in absent) for p in parameters])
-    found = world.mean([*own, used, *others])
+    found = world.all_reduce_mean([*own, used, *others])
     for tensor, mean in zip(own, found, strict=False):
         tensor.copy_(mean)
     if missing:

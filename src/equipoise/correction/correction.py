@@ -178,16 +178,20 @@ class Correction:
         self._pairs = []
 
     def _see_losses(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        self.coefficient.see_losses(*self.world.mean([torch.stack(side) for side in zip(*pairs, strict=True)]))
+        self.coefficient.see_losses(
+            *self.world.all_reduce_mean([torch.stack(side) for side in zip(*pairs, strict=True)])
+        )
 
     def _chosen(self, total: int) -> set[int] | None:
         """Which batches g̃ is computed on; None: all."""
-        if self.estimator.fraction == 1:
+        if self.estimator.batch_fraction == 1:
             return None
         if total < 0:
-            raise UserError("fraction needs to know how many batches there are: give refresh a loader with a length")
+            raise UserError(
+                "batch_fraction needs to know how many batches there are: give refresh a loader with a length"
+            )
         generator = torch.Generator().manual_seed(derive(self.seed, "fraction", self.refreshes))
-        count = max(1, round(self.estimator.fraction * total))
+        count = max(1, round(self.estimator.batch_fraction * total))
         return set(torch.randperm(total, generator=generator)[:count].tolist())
 
     def _full_pass(self, coordinates: Coordinates, batches: Batches, total: int, loss_fn: LossFunction) -> None:
@@ -213,7 +217,7 @@ class Correction:
                 compared.append((loss, old))
         if not losses:
             raise UserError("refresh was given no batch")
-        check_finite(self.world.mean([torch.stack(losses)])[0], "the full pass", numbers)
+        check_finite(self.world.all_reduce_mean([torch.stack(losses)])[0], "the full pass", numbers)
         if len(compared) > 1:
             self._see_losses(compared)
 
@@ -242,7 +246,7 @@ class Correction:
         """
         if scale < 1 and self.estimator.source == "previous":
             raise UserError(f"scale={scale}: MVR takes the batch of a step at once, and not in micro-batches")
-        if self.enabled and due(self.steps_since_refresh, self.estimator.share):
+        if self.enabled and due(self.steps_since_refresh, self.estimator.step_fraction):
             loss = self._corrected_backward(loss_fn, batch, scale, index)
         else:
             loss = self._plain_backward(loss_fn, batch, scale)

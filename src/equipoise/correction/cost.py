@@ -20,30 +20,30 @@ STANDING_VECTORS = 3  # g̃ or what stands for it, and the two sums behind the r
 class Plan(NamedTuple):
     """How old gradients are got, the passes of an epoch as a multiple of SGD's, and the bytes held between steps."""
 
-    way: Way | None
+    mode: Way | None
     cost: float
     memory: int
 
     def __str__(self) -> str:
-        if self.way is None:
+        if self.mode is None:
             return "no correction"
-        return f"{self.way}: {self.cost:.2f} x the passes of SGD, {readable(self.memory)} for snapshot and gradients"
+        return f"{self.mode}: {self.cost:.2f} x the passes of SGD, {readable(self.memory)} for snapshot and gradients"
 
     def fits(self, device: torch.device) -> bool:
         """Whether a table of old gradients, where there is one, fits in the memory that is free now."""
         available = available_memory(device)
-        return self.way not in ("replay", "table") or available is None or self.memory <= available
+        return self.mode not in ("replay", "table") or available is None or self.memory <= available
 
     def check(self, device: torch.device) -> None:
         """Refuse a table of old gradients that would not fit in the memory that is free now."""
         available = available_memory(device)
         if available is None or self.fits(device):
             return
-        assert self.way is not None
-        ways = {"replay": 'way="running" needs no table', "table": 'way="running" of AGENT or SVRG needs no table'}
+        assert self.mode is not None
+        ways = {"replay": 'mode="running" needs no table', "table": 'mode="running" of AGENT or SVRG needs no table'}
         raise UserError(
-            f"{self.way} needs {readable(self.memory)} and {readable(available)} are free on {device}; "
-            f'{ways[self.way]}, and table="bf16" halves it'
+            f"{self.mode} needs {readable(self.memory)} and {readable(available)} are free on {device}; "
+            f'{ways[self.mode]}, and table="bf16" halves it'
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from torch import nn
 
@@ -27,7 +28,7 @@ Way = Literal["recompute", "replay", "running", "previous", "table"]  # those of
 When = Literal["always", "pays"]
 TableType = Literal["float32", "bf16"]
 
-CHOICES = {"coefficient": CoefficientName, "way": WayName, "when": When, "table": TableType}
+CHOICES = {"coefficient": CoefficientName, "mode": WayName, "when": When, "table": TableType}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,27 +40,27 @@ class Estimator:
     memory: β of the gradient coefficient's average over steps. per_layer: one gradient coefficient per parameter.
     clamp: keep estimates of c in [0, 1]. loss_share: share of the batches whose losses the loss coefficient
     compares (default: all with `recompute`, as in the paper; a tenth with `replay`).
-    way: how g_old and g̃ are got. `recompute`: g_old by a second pass on every batch, g̃ by a full pass at the
+    mode: how g_old and g̃ are got. `recompute`: g_old by a second pass on every batch, g̃ by a full pass at the
     snapshot. `replay`: the coming batches run once at the snapshot, their gradients are kept. `running`: g_old by a
     second pass, g̃ the mean of the epoch's earlier g_old; no full pass, and the loss coefficient compares the losses
     of the epoch's own steps.
-    fraction: share of the batches that g̃ is computed on. share: share of the steps that are corrected.
+    batch_fraction: share of the batches that g̃ is computed on. step_fraction: share of the steps that are corrected.
     every: steps between refreshes; 0 is once an epoch. from_epoch: no correction before. when: `always`, or `pays`:
     only in epochs where variance left x cost is below 1, measured on `probe` batches at each refresh.
     table: how stored gradients are kept (replay, SAGA), as they are (`float32`) or in `bf16`.
     """
 
     gamma: float = 1.0
-    coefficient: CoefficientName = "fixed"
+    coefficient: CoefficientName | Mapping[str, Any] = "fixed"
     value: float = 1.0
     smoothing: float = 0.3
     memory: float = 0.95
     per_layer: bool = False
     clamp: bool = True
     loss_share: float | None = None
-    way: WayName = "recompute"
-    fraction: float = 1.0
-    share: float = 1.0
+    mode: WayName = "recompute"
+    batch_fraction: float = 1.0
+    step_fraction: float = 1.0
     every: int = 0
     from_epoch: int = 0
     when: When = "always"
@@ -72,17 +73,20 @@ class Estimator:
     fixed_batches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.coefficient, Mapping):
+            for name, value in self.coefficient.items():
+                object.__setattr__(self, "coefficient" if name == "name" else name, value)
         for name, choice in CHOICES.items():
             if getattr(self, name) not in get_args(choice):
                 raise UserError(f'{name}="{getattr(self, name)}": it is one of {", ".join(get_args(choice))}')
         if not math.isfinite(self.value):
             raise UserError(f"value={self.value}: a coefficient is a number, such as 1")
-        for name in ("gamma", "smoothing", "fraction", "share"):
+        for name in ("gamma", "smoothing", "batch_fraction", "step_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name}={getattr(self, name)}: between 0 and 1")
         if not 0 <= self.memory < 1:
             raise UserError(f"memory={self.memory}: in [0, 1), such as 0.95")
-        for name in ("fraction", "share"):
+        for name in ("batch_fraction", "step_fraction"):
             if getattr(self, name) == 0:
                 raise UserError(f'{name}=0 leaves nothing to correct with; use correction "sgd"')
         if self.loss_share is not None and not 0 < self.loss_share <= 1:
@@ -91,10 +95,10 @@ class Estimator:
             raise UserError("every and from_epoch are not negative")
         if self.probe < 2:
             raise UserError(f"probe={self.probe}: a variance needs at least 2 batches")
-        if self.way == "replay" and (self.fraction != 1 or self.share != 1):
-            raise UserError("replay keeps every batch's gradient: fraction and share are 1 with it")
-        if self.way == "running" and self.fraction != 1:
-            raise UserError("running has no full pass that a fraction could shorten")
+        if self.mode == "replay" and (self.batch_fraction != 1 or self.step_fraction != 1):
+            raise UserError("replay keeps every batch's gradient: batch_fraction and step_fraction are 1 with it")
+        if self.mode == "running" and self.batch_fraction != 1:
+            raise UserError("running has no full pass that batch_fraction could shorten")
 
     def attach(
         self, model: nn.Module, topology: Topology | None = None, total_steps: int | None = None, seed: int = 0
@@ -102,7 +106,7 @@ class Estimator:
         """Begin correcting the gradients of a model, on the active weights of its topology.
 
         topology: found by itself where the model has one. total_steps: calls of `backward` in all of training, which
-        a linear coefficient falls over. seed: of the batches that a `fraction` takes.
+        a linear coefficient falls over. seed: of the batches that `batch_fraction` takes.
         """
         from equipoise.correction.correction import Correction
 
@@ -114,7 +118,7 @@ class Estimator:
 
     @property
     def source(self) -> Way:
-        return self.way
+        return self.mode
 
     def make_coefficient(self) -> Coefficient:
         match self.coefficient:
@@ -132,7 +136,7 @@ class Estimator:
         """Share of the full pass's batches that also run forward at the previous snapshot."""
         if self.coefficient != "loss" or self.source not in ("recompute", "replay") or self.when == "pays":
             return 0.0
-        return self.loss_share if self.loss_share is not None else (1.0 if self.way == "recompute" else 0.1)
+        return self.loss_share if self.loss_share is not None else (1.0 if self.mode == "recompute" else 0.1)
 
     @property
     def keeps_snapshot(self) -> bool:
@@ -142,6 +146,6 @@ class Estimator:
     @property
     def cost(self) -> float:
         """Passes per epoch as a multiple of SGD's, a forward pass counting 1 and a backward pass 2."""
-        old = self.share if self.source in ("recompute", "running", "previous") else 0.0
-        full = {"recompute": self.fraction, "replay": 1.0}.get(self.source, 0.0)
+        old = self.step_fraction if self.source in ("recompute", "running", "previous") else 0.0
+        full = {"recompute": self.batch_fraction, "replay": 1.0}.get(self.source, 0.0)
         return 1 + old + full * (1 + self.compared_share / 3)

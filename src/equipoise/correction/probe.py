@@ -47,7 +47,7 @@ def decide(correction: Correction, batches: list[tuple[Any, ...]], loss_fn: Loss
         new = correction.run(loss_fn, batch, coordinates)
         losses.append(torch.stack([new[0], old[0]]))
         gradients.append(torch.stack([new[1], old[1]]))
-    found = correction.world.mean([torch.stack(losses), torch.stack(gradients)])
+    found = correction.world.all_reduce_mean([torch.stack(losses), torch.stack(gradients)])
     check_finite(found[0][:, 0], "the probe")
     return _judge(correction, *found)
 
@@ -64,4 +64,4 @@ def _judge(correction: Correction, losses: Tensor, gradients: Tensor) -> Decisio
     w = float(weight.mean()) if isinstance(weight, Tensor) else float(weight)
     left = 1.0 if variance_new == 0 else 1 + (w * w * variance_old - 2 * w * covariance) / variance_new
     # steps that are not corrected keep all of theirs
-    return Decision(1 - estimator.share * (1 - left), correction.cost, w)
+    return Decision(1 - estimator.step_fraction * (1 - left), correction.cost, w)

@@ -20,7 +20,7 @@ from equipoise.deploy.packed_file import write_packed
 from equipoise.errors import UserError
 from equipoise.files import written_whole
 
-WAYS = ("plain", "reestimated", "averaged")
+WAYS = ("plain", "bn_recalibrated", "ema")
 
 
 def write_onnx(network: Network, path: Path) -> None:

@@ -34,7 +34,7 @@ def draw_run(metrics: Metrics, path: Path, title: str) -> None:
     _draw(panels, [line["epoch"] for line in metrics], path, title)
 
 
-def draw_arms(arms: Mapping[str, Metrics], path: Path, title: str, way: str = "plain") -> None:
+def draw_arms(arms: Mapping[str, Metrics], path: Path, title: str, score: str = "plain") -> None:
     """Accuracy of several runs over epochs and over seconds."""
     import matplotlib
 
@@ -43,7 +43,7 @@ def draw_arms(arms: Mapping[str, Metrics], path: Path, title: str, way: str = "p
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for (name, metrics), colour in zip(arms.items(), COLOURS, strict=False):
-        accuracy = [100 * line["scores"][way]["accuracy"] for line in metrics]
+        accuracy = [100 * line["scores"][score]["accuracy"] for line in metrics]
         axes[0].plot([line["epoch"] for line in metrics], accuracy, label=name, color=colour)
         axes[1].plot([line["seconds"] for line in metrics], accuracy, label=name, color=colour)
     for axis, label in zip(axes, ("epoch", "training seconds"), strict=True):

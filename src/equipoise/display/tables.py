@@ -9,13 +9,13 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-WAYS = {"plain": "plain", "reestimated": "fresh BN", "averaged": "averaged"}  # and their columns
+SCORES = {"plain": "plain", "bn_recalibrated": "fresh BN", "ema": "ema"}  # and their columns
 
 
 def epochs_table(metrics: list[dict[str, Any]], title: str) -> Table:
     """One row per epoch of a run."""
     corrected = any(line.get("correction") for line in metrics)
-    columns = ["epoch", "lr", "loss", *WAYS.values(), "density", "explored", "images/s"]
+    columns = ["epoch", "lr", "loss", *SCORES.values(), "density", "explored", "images/s"]
     columns += ["c", "weight", "variance"] if corrected else []
     rows = [_epoch_row(line, corrected) for line in metrics]
     split = metrics[-1]["split"] if metrics else "test"
@@ -25,7 +25,7 @@ def epochs_table(metrics: list[dict[str, Any]], title: str) -> Table:
 def _epoch_row(line: Mapping[str, Any], corrected: bool) -> list[str]:
     scores = line["scores"]
     row = [str(line["epoch"]), f"{line['learning_rate']:.3g}", number(line["train_loss"])]
-    row += [percent(scores[way]["accuracy"]) if way in scores else "" for way in WAYS]
+    row += [percent(scores[score]["accuracy"]) if score in scores else "" for score in SCORES]
     row += [percent(line["density"]), percent(line["exploration"]), f"{line['images_per_second']:.0f}"]
     if corrected:
         found = line["correction"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from equipoise.report.words import WAYS
+from equipoise.report.words import SCORES
 from equipoise.studies.compare import AXES, Spread, cost_of_epoch, curve, spread
 from equipoise.studies.results import Epoch, Result, Study
 
@@ -16,7 +16,7 @@ Chart = dict[str, Any]
 def charts_of(study: Study) -> list[Chart]:
     """Every chart that the results of a study have data for."""
     split = next((r.epochs[-1].split for rs in study.results.values() for r in rs), "test")
-    accuracy = {label: _score(way) for way, label in WAYS.items()}
+    accuracy = {label: _score(score) for score, label in SCORES.items()}
     correction = {"c": "c", "ĉ": "c_hat", "weight γc": "weight", "variance left": "variance_left"}
     training = {"loss": "train_loss", "explored": "exploration", "density": "density"}
     measured = {"correlation": "correlation", "c*": "c_star", "ĉ": "c_hat", "variance": "variance"}
@@ -38,8 +38,8 @@ def charts_of(study: Study) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def _score(way: str) -> Pick:
-    return lambda epoch: epoch.scores.get(way)
+def _score(score: str) -> Pick:
+    return lambda epoch: epoch.scores.get(score)
 
 
 def _in(part: str, key: str) -> Pick:

@@ -165,7 +165,7 @@ def section(study: Study) -> Iterator[str]:
             yield ""
             yield from table(["claim", "said to be better", "than", "p", "verdict"], rows)
         yield ""
-        yield from table(["arm", "seeds", "plain", "BatchNorm re-estimated", "averaged", "seconds"], _arm_rows(study))
+        yield from table(["arm", "seeds", "plain", "BatchNorm re-estimated", "ema", "seconds"], _arm_rows(study))
     if study.paper:
         rows = [_paper_row(study, value) for value in study.paper]
         fold = [] if _ran(study) else ["", "<details><summary>The paper's numbers</summary>"]
@@ -216,15 +216,15 @@ def _arm_rows(study: Study) -> Iterator[list[str]]:
         if not results:
             continue
         ways = [
-            spread([*values_of(results, "accuracy", way=w).values()]) for w in ("plain", "reestimated", "averaged")
+            spread([*values_of(results, "accuracy", score=w).values()]) for w in ("plain", "bn_recalibrated", "ema")
         ]
         seconds = spread([s for result in results if (s := result.epochs[-1].seconds) is not None])
         time = "" if seconds is None else f"{seconds.mean:.0f} ({seconds.count})"
-        yield [arm, ", ".join(str(r.seed) for r in results), *(shown(way, "accuracy") for way in ways), time]
+        yield [arm, ", ".join(str(r.seed) for r in results), *(shown(score, "accuracy") for score in ways), time]
 
 
 def _paper_row(study: Study, value: PaperValue) -> list[str]:
-    found = values_of(study.results[value.arm], value.what, value.at, value.way, value.threshold)
+    found = values_of(study.results[value.arm], value.what, value.at, value.score, value.threshold)
     name = value.what if value.at is None else f"{value.what}, epoch {value.at}"
     paper = shown(Spread(value.value, None, 1), value.what, count=False)
     nothing = "diverged" if value.arm in study.diverged else "not run"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from equipoise.report.markup import Markup, join, table, tag
-from equipoise.report.words import UNKNOWN, WAYS, chance, gain_of, number, plural, value_of
+from equipoise.report.words import SCORES, UNKNOWN, chance, gain_of, number, plural, value_of
 from equipoise.studies.compare import (
     AXES,
     Axis,
@@ -92,7 +92,7 @@ def about(asked: Claim | PaperValue) -> str:
     metric = asked.metric if isinstance(asked, Claim) else asked.what
     words = [metric if metric != "epochs-to" else f"epochs to {number(100 * (asked.threshold or 0))} %"]
     words += [f"epoch {asked.at}"] if asked.at is not None else []
-    words += [WAYS.get(asked.way, asked.way)] if asked.way != "plain" else []
+    words += [SCORES.get(asked.score, asked.score)] if asked.score != "plain" else []
     if isinstance(asked, Claim) and asked.margin:
         words.append(f"up to {gain_of(metric, Spread(asked.margin, None, 1)).lstrip('+')} worse counts as maintained")
     return ", ".join(words)
@@ -155,11 +155,11 @@ def arms_table(study: Study) -> Markup:
     columns: dict[str, Cell] = {
         "seeds": lambda results: str(len(results)),
         "epochs": lambda results: number(max((r.epochs[-1].epoch for r in results), default=None)),
-        **{f"test, {label}": _metric("test", way) for way, label in WAYS.items()},
+        **{f"test, {label}": _metric("test", score) for score, label in SCORES.items()},
         "clean": _metric("clean"),
-        **{f"robust, {label}": _metric("robust", way) for way, label in WAYS.items()},
+        **{f"robust, {label}": _metric("robust", score) for score, label in SCORES.items()},
         "noise over 5 epochs": _metric("stability"),
-        "noise, averaged": _metric("stability", "averaged"),
+        "noise, averaged": _metric("stability", "ema"),
         "cost of an epoch": lambda rs: value_of(
             "cost", spread([c for r in rs if (c := cost_of_epoch(r)) is not None])
         ),
@@ -189,8 +189,8 @@ def _seeds(results: Sequence[Result]) -> str:
     return f"seed {', '.join(str(result.seed) for result in results)}" if results else UNKNOWN
 
 
-def _metric(name: str, way: str = "plain") -> Cell:
-    return lambda results: value_of(name, spread(list(values_of(results, name, way=way).values())), unit=False)
+def _metric(name: str, score: str = "plain") -> Cell:
+    return lambda results: value_of(name, spread(list(values_of(results, name, score=score).values())), unit=False)
 
 
 def paper_table(study: Study) -> Markup | None:
@@ -202,7 +202,7 @@ def paper_table(study: Study) -> Markup | None:
         ours = None
         if value.what in METRICS:
             results: Sequence[Result] = study.results.get(value.arm, ())
-            ours = spread(list(values_of(results, value.what, value.at, value.way, value.threshold).values()))
+            ours = spread(list(values_of(results, value.what, value.at, value.score, value.threshold).values()))
         paper = spread([value.value])
         difference = None if ours is None else spread([ours.mean - value.value])
         row = [value.arm, about(value), value_of(value.what, paper), value_of(value.what, ours)]

@@ -8,7 +8,7 @@ from equipoise.studies.compare import Spread
 
 UNKNOWN = "–"
 SHARES = frozenset({"accuracy", "mean-accuracy", "test", "clean", "robust", "stability"})  # shown in percent
-WAYS = {"plain": "plain", "reestimated": "fresh BatchNorm", "averaged": "averaged"}
+SCORES = {"plain": "plain", "bn_recalibrated": "fresh BatchNorm", "ema": "ema"}
 
 
 def value_of(metric: str, found: Spread | None, unit: bool = True) -> str:

@@ -89,11 +89,15 @@ def paired_p(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def values_of(
-    results: Sequence[Result], metric: str, at: int | None = None, way: str = "plain", threshold: float | None = None
+    results: Sequence[Result],
+    metric: str,
+    at: int | None = None,
+    score: str = "plain",
+    threshold: float | None = None,
 ) -> dict[int, float]:
     """A metric by seed, for the seeds that have it."""
     function = METRICS[metric]
-    found = {result.seed: function(result, at, way, threshold) for result in results}
+    found = {result.seed: function(result, at, score, threshold) for result in results}
     return {seed: value for seed, value in found.items() if value is not None}
 
 
@@ -126,7 +130,7 @@ def budgets(study: Study, axis: Axis) -> dict[int, float]:
     return found
 
 
-def at_equal(study: Study, axis: Axis, way: str = "plain") -> dict[str, dict[int, Reached]]:
+def at_equal(study: Study, axis: Axis, score: str = "plain") -> dict[str, dict[int, Reached]]:
     """Accuracy by arm and seed at the seed's budget: of a run of the arm that ends there, to 10 %, if there is one.
 
     Else it is that of the epoch that ends nearest to the budget, half an epoch beyond at most: nothing is
@@ -137,7 +141,7 @@ def at_equal(study: Study, axis: Axis, way: str = "plain") -> dict[str, dict[int
     for arm, by_seed in found.items():
         for result in study.results[arm]:
             others = [r for name in _with_budgets(study, arm) for r in study.results[name] if r.seed == result.seed]
-            reached = _reached(result, others, axis, limits.get(result.seed), way)
+            reached = _reached(result, others, axis, limits.get(result.seed), score)
             if reached is not None:
                 by_seed[result.seed] = reached
     return found
@@ -147,17 +151,19 @@ def _with_budgets(study: Study, arm: str) -> list[str]:
     return [name for name, base in study.budgets.items() if base == arm and name in study.results]
 
 
-def _reached(result: Result, others: Sequence[Result], axis: Axis, budget: float | None, way: str) -> Reached | None:
+def _reached(
+    result: Result, others: Sequence[Result], axis: Axis, budget: float | None, score: str
+) -> Reached | None:
     if budget is None:
         return None
     for whole in (result, *others):
         spent = position(whole.epochs[-1], axis)
-        if spent is not None and abs(spent - budget) <= CLOSE * budget and way in whole.epochs[-1].scores:
-            return Reached(whole.epochs[-1].scores[way], 1)
+        if spent is not None and abs(spent - budget) <= CLOSE * budget and score in whole.epochs[-1].scores:
+            return Reached(whole.epochs[-1].scores[score], 1)
     epoch = _within(result, axis, budget)
-    if epoch is None or way not in epoch.scores:
+    if epoch is None or score not in epoch.scores:
         return None
-    return Reached(epoch.scores[way], epoch.epoch / result.epochs[-1].epoch)
+    return Reached(epoch.scores[score], epoch.epoch / result.epochs[-1].epoch)
 
 
 def _within(result: Result, axis: Axis, budget: float) -> Epoch | None:

@@ -20,11 +20,11 @@ ARMS: dict[str, list[str]] = {
     "static": ["topology=static"],
     "SET": ["topology=set"],
     "RigL": ["topology=rigl"],
-    "SET + AGENT": ["topology=set", "correction=agent", "correction.way=replay"],
+    "SET + AGENT": ["topology=set", "correction=agent", "correction.mode=replay"],
     "SET + AGENT c*": [  # c from the gradients
         "topology=set",
         "correction=agent",
-        "correction.way=replay",
+        "correction.mode=replay",
         "correction.coefficient=gradient",
         "correction.gamma=1",
     ],
@@ -45,9 +45,9 @@ def run_demo(out: Path, console: Console, epochs: int | None = None) -> dict[str
         trainer.run()
         histories[name] = trainer.history
         rows.append(_row(name, trainer.history))
-    columns = ["", "accuracy", "averaged", "density", "explored", "variance", "passes", "seconds"]
+    columns = ["", "accuracy", "ema", "density", "explored", "variance", "passes", "seconds"]
     console.print(make_table(columns, rows, f"digits, test accuracy after {raw['epochs']} epochs"))
-    draw_arms(histories, out / "demo.png", "Sparse training on the digits", way="averaged")
+    draw_arms(histories, out / "demo.png", "Sparse training on the digits", score="ema")
     console.print(f"curves: {out / 'demo.png'}   each run: equipoise show {out}/NAME")
     return {name: history[-1] for name, history in histories.items()}
 
@@ -64,7 +64,7 @@ def _row(name: str, history: list[dict[str, Any]]) -> list[str]:
     return [
         name,
         percent(last["scores"]["plain"]["accuracy"]),
-        percent(last["scores"]["averaged"]["accuracy"]),
+        percent(last["scores"]["ema"]["accuracy"]),
         percent(last["density"], 1),
         percent(last["exploration"], 1),
         number(sum(measured) / len(measured)) if measured else "1",

@@ -18,7 +18,7 @@ from equipoise.studies.results import VERSION, Claim, PaperValue, rounded, slug
 from equipoise.studies.robust import JUDGES
 from equipoise.training.recipe import apply_overrides, lay_over, make_recipe, read_recipe, split
 
-WAYS = ("plain", "reestimated", "averaged")
+SCORES = ("plain", "bn_recalibrated", "ema")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,9 @@ class Design:
         for named in [value.arm for value in self.paper] + [arm for c in self.claims for arm in (c.better, c.than)]:
             if named not in self.every_arm:
                 raise UserError(f'no arm is called "{named}"{suggestion(named, list(self.every_arm))}')
-        for way in [value.way for value in self.paper] + [claim.way for claim in self.claims]:
-            if way not in WAYS:
-                raise UserError(f'no way of scoring is called "{way}"; there is {", ".join(WAYS)}')
+        for score in [value.score for value in self.paper] + [claim.score for claim in self.claims]:
+            if score not in SCORES:
+                raise UserError(f'no score is called "{score}"; there is {", ".join(SCORES)}')
 
     def _check_questions(self) -> None:
         """What is asked can be answered by the results that there will be."""
@@ -219,12 +219,12 @@ def packaged_studies() -> list[str]:
 def same_recipe(asked: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
     """Whether a run of one recipe stands for the other.
 
-    Where the data lies, on which device it runs and when it saves do not matter; a way of correction or a storage
+    Where the data lies, on which device it runs and when it saves do not matter; a mode of the correction or a storage
     that was left open may have been chosen.
     """
     left, right = _essence(asked), _essence(found)
-    if "way" not in left["correction"]:
-        right["correction"].pop("way", None)
+    if "mode" not in left["correction"]:
+        right["correction"].pop("mode", None)
     if left.get("storage", "auto") == "auto":
         right.pop("storage", None)
         left.pop("storage", None)

@@ -20,46 +20,46 @@ MEASURED = VARIANCES | {"correlation", "correlation-everywhere"}  # at the weigh
 Metric = Callable[[Result, int | None, str, float | None], float | None]
 
 
-def accuracy(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def accuracy(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """Accuracy at the end of an epoch, the last one by default."""
     chosen = result.epochs[-1] if at is None else next((e for e in result.epochs if e.epoch == at), None)
-    return None if chosen is None else chosen.scores.get(way)
+    return None if chosen is None else chosen.scores.get(score)
 
 
-def mean_accuracy(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def mean_accuracy(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """Mean of the accuracies of the epochs up to one, all by default: how fast it is, less noisy than a single epoch.
 
     At a high learning rate two runs of one recipe and seed differ by several points in single epochs.
     """
     last = result.epochs[-1].epoch if at is None else at
-    known = [e.scores[way] for e in result.epochs if e.epoch <= last and way in e.scores]
+    known = [e.scores[score] for e in result.epochs if e.epoch <= last and score in e.scores]
     return float(np.mean(known)) if len(known) == last else None  # one that is missing would tilt the mean
 
 
-def on_test(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def on_test(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """Accuracy on the test images at the end of training."""
-    return result.test.get(way)
+    return result.test.get(score)
 
 
-def clean(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def clean(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """Accuracy on the clean ones of the images that were attacked after training."""
-    return result.robust.get(way, {}).get("clean")
+    return result.robust.get(score, {}).get("clean")
 
 
-def robust(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def robust(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """Accuracy under attack after training."""
-    return result.robust.get(way, {}).get("robust")
+    return result.robust.get(score, {}).get("robust")
 
 
-def stability(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def stability(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """Noise of the accuracy: deviation from the linear trend of 5 epochs, mean over such windows; lower is better.
 
     In each window of 5 consecutive epochs a line is fitted by least squares, and the standard deviation about it is
     taken with 5 - 2 degrees of freedom. The trend is left out so that learning fast does not count as being unstable,
     and so are windows in which the learning rate falls by half or more: the jump there is no noise.
     """
-    epochs = [e for e in result.epochs if (at is None or e.epoch <= at) and e.scores.get(way) is not None]
-    found = [_about_line([e.scores[way] for e in window]) for window in _windows(epochs) if not _decays(window)]
+    epochs = [e for e in result.epochs if (at is None or e.epoch <= at) and e.scores.get(score) is not None]
+    found = [_about_line([e.scores[score] for e in window]) for window in _windows(epochs) if not _decays(window)]
     return float(np.mean(found)) if found else None
 
 
@@ -81,40 +81,40 @@ def _about_line(values: Sequence[float]) -> float:
     return float(np.sqrt((residual**2).sum() / (WINDOW - 2)))
 
 
-def epochs_to(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def epochs_to(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """The first epoch that reaches the accuracy `threshold`; infinity where none does; lower is better."""
     if threshold is None:
         return None
-    reached = (e.epoch for e in result.epochs if e.scores.get(way, -1.0) >= threshold)
+    reached = (e.epoch for e in result.epochs if e.scores.get(score, -1.0) >= threshold)
     return float(next(reached, math.inf))
 
 
-def variance(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def variance(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """Variance of the mini-batch gradient on the final weights, as measured after training; lower is better."""
     return result.measured.get("variance")
 
 
-def relative_variance(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def relative_variance(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """That variance as a multiple of the squared norm of the mean gradient; lower is better."""
     return result.measured.get("variance_relative")
 
 
-def variance_perturbed(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def variance_perturbed(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """Variance of the mini-batch gradient after noise on the active weights; lower is better."""
     return result.measured.get("variance_old")
 
 
-def variance_everywhere(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def variance_everywhere(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """Variance of the mini-batch gradient after noise on all weights, inactive ones too; lower is better."""
     return result.measured.get("variance_old everywhere")
 
 
-def correlation(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def correlation(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """Correlation of the mean gradients before and after noise on the active weights."""
     return result.measured.get("correlation")
 
 
-def correlation_everywhere(result: Result, at: int | None, way: str, threshold: float | None) -> float | None:
+def correlation_everywhere(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
     """Correlation of the mean gradients before and after noise on all weights, inactive ones too."""
     return result.measured.get("correlation everywhere")
 
@@ -137,4 +137,4 @@ METRICS: Catalogue[Metric] = Catalogue(
         "correlation-everywhere": correlation_everywhere,
     },
 )
-"""What a claim can be about; the functions take a result, an epoch or None, a way and a threshold."""
+"""What a claim can be about; the functions take a result, an epoch or None, a score and a threshold."""

@@ -112,8 +112,8 @@ def _differences(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> list[st
 def _asked(part: Any) -> Any:
     """A part of a recipe without what memory chose: whether old gradients are computed again or replayed."""
     options = {"name": part} if isinstance(part, str) else part
-    chosen = isinstance(options, dict) and options.get("way") in ("recompute", "replay")
-    return {key: value for key, value in options.items() if key != "way"} if chosen else options
+    chosen = isinstance(options, dict) and options.get("score") in ("recompute", "replay")
+    return {key: value for key, value in options.items() if key != "score"} if chosen else options
 
 
 def _read_run(folder: Path, problems: list[str]) -> Study:
@@ -217,7 +217,7 @@ def _result(value: Mapping[str, Any], study: str, where: Path, problems: list[st
         environment=environment,
         test=_accuracies(as_mapping(value.get("result")).get("test")),
         layers=_layers(value.get("layers")),
-        robust={way: numbers(found) for way, found in as_mapping(value.get("robust")).items()},
+        robust={score: numbers(found) for score, found in as_mapping(value.get("robust")).items()},
         measured=_measured(as_mapping(value.get("measured"))),
         diverged=diverged,
     )
@@ -228,8 +228,10 @@ def _seconds_count(environment: Mapping[str, Any], lines: list[Any]) -> bool:
 
     Compiling takes longer than many an epoch, and less for the later arms of a study than for its first.
     """
-    alone = (number(environment.get("together")) or 1) <= 1
-    return alone and (environment.get("device") == "cpu" or all("start_up" in as_mapping(line) for line in lines))
+    alone = (number(environment.get("jobs_on_device")) or 1) <= 1
+    return alone and (
+        environment.get("device") == "cpu" or all("startup_seconds" in as_mapping(line) for line in lines)
+    )
 
 
 def _epochs(lines: list[tuple[int, Any]], where: Path, problems: list[str]) -> tuple[Epoch, ...]:
@@ -305,11 +307,11 @@ def _paper_value(value: Mapping[str, Any]) -> PaperValue:
 
 
 def _question(value: Mapping[str, Any]) -> dict[str, Any]:
-    """at, way and threshold, which say where a metric is looked at."""
+    """at, score and threshold, which say where a metric is looked at."""
     at = _count(value.get("at"))
     if at is None and value.get("at") is not None:
         raise Unusable("`at` is not an epoch")
-    return {"at": at, "way": _text(value.get("way")) or "plain", "threshold": number(value.get("threshold"))}
+    return {"at": at, "score": _text(value.get("score")) or "plain", "threshold": number(value.get("threshold"))}
 
 
 def _required(value: Mapping[str, Any], key: str) -> str:
@@ -351,9 +353,9 @@ def numbers(value: Any) -> dict[str, float]:
 
 
 def _accuracies(value: Any) -> dict[str, float]:
-    """Accuracy by way, of scores as they are written: {way: {accuracy, loss}}."""
-    pairs = {way: number(as_mapping(score).get("accuracy")) for way, score in as_mapping(value).items()}
-    return {way: accuracy for way, accuracy in pairs.items() if accuracy is not None}
+    """Accuracy by score, of scores as they are written: {score: {accuracy, loss}}."""
+    pairs = {score: number(as_mapping(score).get("accuracy")) for score, score in as_mapping(value).items()}
+    return {score: accuracy for score, accuracy in pairs.items() if accuracy is not None}
 
 
 def _layers(value: Any) -> dict[str, tuple[int, int]]:

@@ -47,7 +47,7 @@ def environment(device: torch.device, together: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "equipoise": __version__,
-        "together": together,
+        "jobs_on_device": together,
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }

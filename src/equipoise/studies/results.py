@@ -14,7 +14,7 @@ from equipoise.files import write_whole
 from equipoise.training.meter import learned_nothing
 from equipoise.training.run_folder import strict
 
-VERSION = 1
+VERSION = 2
 DIGITS = 6  # significant digits of the floats in a file
 
 
@@ -22,7 +22,7 @@ DIGITS = 6  # significant digits of the floats in a file
 class Epoch:
     """What the page and the comparisons need of one line of metrics.jsonl. seconds and passes are totals so far.
 
-    scores: accuracy by way (plain, reestimated, averaged), on the images of `split`. passes: over batches, by kind
+    scores: accuracy by score (plain, reestimated, averaged), on the images of `split`. passes: over batches, by kind
     (forward, backward, attack). correction: c, c_hat, weight, variance_left, ... as the correction reports them.
     measured: what `equipoise.analysis` found at the end of this epoch, where it looked.
     """
@@ -46,7 +46,7 @@ class Epoch:
 class Result:
     """One arm with one seed.
 
-    test: accuracy by way at the end, on test images. layers: (weights, active) by name. robust: by way, `clean` and
+    test: accuracy by score at the end, on test images. layers: (weights, active) by name. robust: by score, `clean` and
     `robust` accuracy under the attack. measured: what `equipoise.analysis` found on the final weights. diverged: why
     there is no end, where a loss or a gradient was not finite.
     """
@@ -81,7 +81,7 @@ class Claim:
     than: str
     metric: str = "accuracy"
     at: int | None = None
-    way: str = "plain"
+    score: str = "plain"
     threshold: float | None = None
     margin: float = 0.0
 
@@ -94,7 +94,7 @@ class PaperValue:
     what: str
     value: float
     at: int | None = None
-    way: str = "plain"
+    score: str = "plain"
     threshold: float | None = None
 
 

@@ -83,15 +83,15 @@ def robust_table(
     at_once = AT_ONCE if parts.device.type == "cpu" else count
     results = {}
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
-        for way in three_ways(parts.model, trainer.fresh_images, parts.average):
-            task = bar.add_task(f"{attack}, {way}", total=count)
+        for score in three_ways(parts.model, trainer.fresh_images, parts.average):
+            task = bar.add_task(f"{attack}, {score}", total=count)
 
             def advance(result: RobustResult, task: TaskID = task) -> None:
                 bar.update(task, completed=result.images)
 
             found = judge.run(parts.model, first(count, loader.epoch(0), at_once), advance)
-            results[way] = of_all(found, world)
-    rows = [[way, percent(r.clean), _marked(r), str(r.images)] for way, r in results.items()]
+            results[score] = of_all(found, world)
+    rows = [[score, percent(r.clean), _marked(r), str(r.images)] for score, r in results.items()]
     return make_table(["", "clean", "robust", "images"], rows, f"{title}, {attack} within {judge.radius}")
 
 
@@ -99,7 +99,7 @@ def of_all(result: RobustResult, world: World) -> RobustResult:
     """The result over the images of all processes."""
     if world.alone:
         return result
-    shares = world.gather(result)
+    shares = world.all_gather_object(result)
     images = sum(share.images for share in shares)
     clean, robust = (
         sum(round(getattr(share, name) * share.images) for share in shares) / images for name in ("clean", "robust")

@@ -130,7 +130,7 @@ def run_job(job: Job) -> str:
         if job.measure:
             value["measured"] = measurements(trainer, job.folder / ALONG_FILE)
         write_result(job.result, value)
-        scores = ", ".join(f"{way} {percent(s['accuracy'])}" for way, s in result["test"].items())
+        scores = ", ".join(f"{score} {percent(s['accuracy'])}" for score, s in result["test"].items())
         return f"{scores}, {trainer.seconds:.1f} s" + (", learned nothing" if trainer.learned_nothing else "")
 
 
@@ -228,9 +228,9 @@ def robust_scores(trainer: Trainer, attack: str, images: int) -> dict[str, dict[
     count = min(images or loader.order.count, loader.order.count)
     scores = {}
     with closing(three_ways(parts.model, trainer.fresh_images, parts.average)) as ways:
-        for way in ways:
+        for score in ways:
             found = judge.run(parts.model, first(count, loader.epoch(0), count), lambda _: signals.check())
-            scores[way] = {"clean": found.clean, "robust": found.robust, "images": found.images}
+            scores[score] = {"clean": found.clean, "robust": found.robust, "images": found.images}
     return scores
 
 

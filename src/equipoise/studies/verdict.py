@@ -78,7 +78,7 @@ def judge(study: Study, claim: Claim) -> Verdict:
 
 
 def _side(study: Study, claim: Claim, arm: str) -> Side:
-    question = (claim.metric, claim.at, claim.way, claim.threshold)
+    question = (claim.metric, claim.at, claim.score, claim.threshold)
     diverged = study.diverged.get(arm, ())
     until = [result for result in diverged if _lasted(result, claim.at)]
     values = values_of(study.results.get(arm, ()), *question) | values_of(until, *question)
@@ -126,7 +126,7 @@ def _where(claim: Claim) -> str:
     where = "" if claim.at is None else f" at epoch {claim.at}"
     if claim.metric == "epochs-to" and claim.threshold is None:
         where += " without a threshold"
-    return where if claim.way == "plain" else f"{where} ({claim.way})"
+    return where if claim.score == "plain" else f"{where} ({claim.score})"
 
 
 def reduction(better: Sequence[float], than: Sequence[float]) -> float | None:

@@ -14,10 +14,10 @@ from equipoise.topology import Topology
 from equipoise.topology.topology import FOLLOWERS
 
 
-class Average:
+class EMA:
     """Exponential moving average of all parameters, θ̄ ← d·θ̄ + (1-d)·θ, which follows the topology.
 
-        average = equipoise.Average(model, topology=topology)  # 0.995
+        average = equipoise.EMA(model, topology=topology)  # 0.995
         ...
         optimizer.step()
         average.update()

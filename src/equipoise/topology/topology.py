@@ -176,7 +176,7 @@ class Topology:
         """Stop where the processes have come to different masks: what they average would not belong together."""
         if self.world.alone:
             return
-        first, *others = self.world.gather([layer.digest() for layer in self.layers])
+        first, *others = self.world.all_gather_object([layer.digest() for layer in self.layers])
         for rank, digests in enumerate(others, 1):
             for layer, here, there in zip(self.layers, first, digests, strict=True):
                 if here != there:

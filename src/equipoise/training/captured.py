@@ -79,7 +79,7 @@ class CapturedStep:
         self.update = Update(parts.optimizer, parts.topology, parts.average, self.flat, self._compiled)
         rewiring = self.update.rewiring
         generators = [self.generator] if rewiring is None else [self.generator, rewiring.generator]
-        self.graphs = Graphs(parts.device, generators, capture, trainer.count_start_up)
+        self.graphs = Graphs(parts.device, generators, capture, trainer.count_startup)
         self.loss_value = torch.zeros((), dtype=self.flat.dtype, device=parts.device)
         self.number = torch.zeros((), dtype=torch.int64, device=parts.device)
         self.sums = trainer.meter.sums
@@ -121,7 +121,7 @@ class CapturedStep:
         wanted = Wanted(trainer.epoch, trainer.batch, self._attacks)
         self._keep_meter()
         self.number.fill_(trainer.batch)
-        corrects = correction.enabled and due(correction.steps_since_refresh, correction.estimator.share)
+        corrects = correction.enabled and due(correction.steps_since_refresh, correction.estimator.step_fraction)
         size = self.batches.place(wanted.epoch, wanted.batch)
         if not corrects and self._updates_on_the_device:
             self._seed(wanted)

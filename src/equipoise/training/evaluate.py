@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.topology.ema import Average, weights_of
+from equipoise.topology.ema import EMA, weights_of
 from equipoise.training.bn_recalibration import reestimated
 from equipoise.world import ALONE, World
 
@@ -45,7 +45,7 @@ def score(model: nn.Module, batches: Batches, autocast: Autocast = nullcontext, 
         for module, flag in flags.items():
             module.training = flag
     if not world.alone:
-        loss, correct, total = world.sum(
+        loss, correct, total = world.all_reduce(
             torch.stack([loss.double(), correct.double(), loss.new_tensor(images).double()])
         )
         images = int(total)
@@ -55,7 +55,7 @@ def score(model: nn.Module, batches: Batches, autocast: Autocast = nullcontext, 
 def three_ways(
     model: nn.Module,
     fresh: Callable[[], Iterable[Tensor]],
-    average: Average | None = None,
+    average: EMA | None = None,
     autocast: Autocast = nullcontext,
 ) -> Generator[str]:
     """The model put in three states, one after the other; the caller measures it in each.
@@ -66,17 +66,17 @@ def three_ways(
     """
     yield "plain"
     with reestimated(model, fresh(), autocast):
-        yield "reestimated"
+        yield "bn_recalibrated"
     if average is not None:
         with weights_of(model, average.values), reestimated(model, fresh(), autocast):
-            yield "averaged"
+            yield "ema"
 
 
 def score_three_ways(
     model: nn.Module,
     test: Callable[[], Batches],
     fresh: Callable[[], Iterable[Tensor]],
-    average: Average | None = None,
+    average: EMA | None = None,
     autocast: Autocast = nullcontext,
     world: World = ALONE,
 ) -> dict[str, Score]:

@@ -32,7 +32,7 @@ class Meter:
         if world.alone:
             return self
         total = Meter(self.sums.device)
-        total.sums[:3] = world.sum(self.sums[:3])
+        total.sums[:3] = world.all_reduce(self.sums[:3])
         return total
 
     def check(self, epoch: int) -> None:

@@ -26,8 +26,8 @@ def network_of(trainer: Trainer, weights: str = "plain") -> Network:
     """The run's network with the weights and statistics of one of the three ways that runs are scored."""
     check_weights(weights)
     parts = trainer.parts
-    if weights == "averaged" and parts.average is None:
-        raise UserError("the run keeps no average of its weights (average=0); export its plain weights")
+    if weights == "ema" and parts.average is None:
+        raise UserError("the run keeps no average of its weights (ema=0); export its plain weights")
     precision = partial(autocast, trainer.recipe, parts.device)
     with closing(three_ways(parts.model, trainer.fresh_images, parts.average, precision)) as ways:
         next(way for way in ways if way == weights)

@@ -22,7 +22,7 @@ from equipoise.kernels import library as kernels
 from equipoise.models import MODELS, Normalize
 from equipoise.seeds import derive
 from equipoise.topology import Topology
-from equipoise.topology.ema import Average
+from equipoise.topology.ema import EMA
 from equipoise.topology.initial import plan_layers
 from equipoise.topology.packing import pack, why_not
 from equipoise.training.recipe import Recipe
@@ -41,7 +41,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     topology: Topology
     correction: Correction
-    average: Average | None
+    average: EMA | None
     train: AnyLoader  # shuffled and augmented
     loaders: dict[str, AnyLoader]  # every split as it is, to score on
 
@@ -57,7 +57,7 @@ def make_parts(recipe: Recipe, world: World = ALONE) -> Parts:
     torch.manual_seed(derive(recipe.seed, "model"))
     prepare_gpu(recipe, device)
     model = synchronise(make_model(recipe, splits), world).to(device)
-    world.take_from_first(chain(model.parameters(), model.buffers()))  # processors may round differently
+    world.broadcast(chain(model.parameters(), model.buffers()))  # processors may round differently
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     train = training_loader(recipe, splits.train, device, world)
@@ -71,7 +71,7 @@ def make_parts(recipe: Recipe, world: World = ALONE) -> Parts:
     correction = attach_correction(recipe, model, topology, len(train))
     correction.world = world
     correction.cost = relative_cost(recipe, correction.estimator)
-    average = Average(model, recipe.average, topology) if recipe.average else None
+    average = EMA(model, recipe.ema, topology) if recipe.ema else None
     loaders = scoring_loaders(recipe, splits, device, world)
     return Parts(device, model, optimizer, topology, correction, average, train, loaders)
 
@@ -118,13 +118,17 @@ def attach_correction(recipe: Recipe, model: nn.Module, topology: Topology, batc
     """
     estimator, named = recipe.correction, recipe.raw.get("correction")
     said = isinstance(named, Mapping) and "way" in named
-    possible = estimator.corrects and estimator.source == "recompute" and estimator.fraction == estimator.share == 1
+    possible = (
+        estimator.corrects
+        and estimator.source == "recompute"
+        and estimator.batch_fraction == estimator.step_fraction == 1
+    )
     total = recipe.epochs * batches
     if possible and not said and recipe.objective.attack_passes:
         if "full_pass" not in recipe.raw:
-            estimator = replace(estimator, way="running")
+            estimator = replace(estimator, mode="running")
     elif possible and not said:
-        replaying = replace(estimator, way="replay").attach(model, topology, total, recipe.seed)
+        replaying = replace(estimator, mode="replay").attach(model, topology, total, recipe.seed)
         if topology.world.all(replaying.plan(batches).fits(replaying.device)):
             return replaying
     return estimator.attach(model, topology, total, recipe.seed)

@@ -85,8 +85,8 @@ class Recipe:
     engine: Literal["auto", "eager"] = "auto"
     device: str = "auto"
     storage: Literal["auto", "masked", "packed"] = "auto"
-    average: float = 0.995
-    reestimate: int = 32
+    ema: float = 0.995
+    bn_recalibration_batches: int = 32
     full_pass: Literal["clean", "adversarial"] = "clean"
     clip: float = 0.0
     checkpoint: CheckpointOptions = CheckpointOptions()
@@ -118,8 +118,8 @@ PLAIN: dict[str, Any] = {
     "engine": Literal["auto", "eager"],
     "device": str,
     "storage": Literal["auto", "masked", "packed"],
-    "average": float,
-    "reestimate": int,
+    "ema": float,
+    "bn_recalibration_batches": int,
     "full_pass": Literal["clean", "adversarial"],
     "clip": float,
     "checkpoint": CheckpointOptions,
@@ -130,8 +130,8 @@ PLAIN: dict[str, Any] = {
 precision: `auto` is bf16 on a GPU and float32 elsewhere; with float32 a GPU uses no TF32 either. engine: `auto`
 compiles and captures the steps on a GPU. storage: `masked` keeps sparse weights as dense tensors with zeros, `packed`
 as the vectors of their active values, which the CPU kernels run on; `auto` packs on a CPU from 90 % sparsity on,
-where the model allows it. average: decay of the weight average, 0 for none. reestimate: training
-batches that BatchNorm statistics are estimated anew from at evaluation. full_pass: what g̃ is computed on in
+where the model allows it. ema: decay of the weight average, 0 for none. bn_recalibration_batches:
+training batches that BatchNorm statistics are estimated anew from at evaluation. full_pass: what g̃ is computed on in
 adversarial training, clean images (the paper) or such as are attacked at the snapshot; a recipe that names neither
 corrects by `running`, which needs no full pass. clip: largest gradient norm, 0 for none. rollback: whether a loss or
 a gradient that is not finite stops the run or sends it back to its last checkpoint, see `RollbackOptions`.
@@ -146,10 +146,10 @@ def make_recipe(raw: Mapping[str, Any]) -> Recipe:
     plain = {key: convert(full[key], hint, key) for key, hint in PLAIN.items() if key in full}
     if plain["epochs"] < 1:
         raise UserError(f"epochs={plain['epochs']}: at least 1")
-    if not 0 <= plain.get("average", 0.5) < 1:
-        raise UserError(f"average={plain['average']}: the decay of the weight average, 0 for none, below 1")
-    if plain.get("reestimate", 1) < 1:
-        raise UserError(f"reestimate={plain['reestimate']}: at least 1 batch")
+    if not 0 <= plain.get("ema", 0.5) < 1:
+        raise UserError(f"ema={plain['ema']}: the decay of the weight average, 0 for none, below 1")
+    if plain.get("bn_recalibration_batches", 1) < 1:
+        raise UserError(f"bn_recalibration_batches={plain['reestimate']}: at least 1 batch")
     if plain.get("clip", 0) < 0:
         raise UserError(f"clip={plain['clip']}: the largest gradient norm, 0 for none")
     model, options = split(full["model"], "model")
@@ -167,7 +167,7 @@ def make_recipe(raw: Mapping[str, Any]) -> Recipe:
         **plain,
     )
     if recipe.objective.attack_passes and recipe.correction.corrects and recipe.correction.source == "replay":
-        raise UserError("replay needs batches known ahead, and an attack makes them at their step; use way=running")
+        raise UserError("replay needs batches known ahead, and an attack makes them at their step; use mode=running")
     return recipe
 
 

@@ -33,7 +33,7 @@ def begin(trainer: Trainer) -> None:
     """See to it that there is a checkpoint to go back to, even from the first step."""
     if trainer.recipe.rollback.times:
         folder = trainer.folder
-        if trainer.world.from_first(folder is not None and not folder.store.paths()):
+        if trainer.world.broadcast_object(folder is not None and not folder.store.paths()):
             trainer.save()
 
 
@@ -44,7 +44,7 @@ def roll_back(trainer: Trainer, error: NonFiniteLoss) -> None:
     """
     options, folder, done = trainer.recipe.rollback, trainer.folder, trainer.rollbacks
     state = folder.store.newest() if folder is not None and done < options.times else None
-    state = trainer.world.from_first(state)
+    state = trainer.world.broadcast_object(state)
     if state is None:
         raise error
     trainer.load_state_dict(state)

@@ -24,7 +24,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "rollbacks": trainer.rollbacks,
         "best": trainer.best,
         "seconds": trainer.seconds,
-        "start_up": trainer.start_up,
+        "startup_seconds": trainer.startup_seconds,
         "model": parts.model.state_dict(),
         "optimizer": parts.optimizer.state_dict(),
         "topology": parts.topology.state_dict(),
@@ -34,7 +34,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "random": list(Random(parts.device).state()),
     }
     if not trainer.world.alone:
-        state["others"] = trainer.world.collect(local_part(state))[1:]
+        state["others"] = trainer.world.gather_object(local_part(state))[1:]
     return state
 
 
@@ -78,7 +78,11 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> Random:
         parts.average.load_state_dict(state["average"])
     trainer.epoch, trainer.batch, trainer.images, trainer.attacks = state["position"]
     trainer.rollbacks = state.get("rollbacks", 0)
-    trainer.best, trainer.seconds, trainer.start_up = state["best"], state["seconds"], state.get("start_up", 0.0)
+    trainer.best, trainer.seconds, trainer.startup_seconds = (
+        state["best"],
+        state["seconds"],
+        state.get("startup_seconds", 0.0),
+    )
     trainer.meter.load_state_dict(state["meter"])
     cpu, cuda = state["random"]
     random = Random.of(cpu, cuda, parts.device)

@@ -76,7 +76,9 @@ class _Normalise(torch.autograd.Function):
         here = wide.new_full((1,), x.numel() // x.shape[1])
         mean = wide.mean(axes)
         squares = (wide - _along(mean, x)).square().sum(axes)
-        means, all_squares, counts = world.stack(torch.cat([mean, squares, here])).split([len(mean), len(mean), 1], 1)
+        means, all_squares, counts = world.all_gather(torch.cat([mean, squares, here])).split(
+            [len(mean), len(mean), 1], 1
+        )
         count = counts.sum()
         mean = (means * counts).sum(0) / count
         # the scatter within each process, and that of their means
@@ -95,7 +97,7 @@ class _Normalise(torch.autograd.Function):
         normal, weight, scale, count = ctx.saved_tensors
         wide, axes = dy.to(normal.dtype), [0, *range(2, dy.dim())]
         along_normal, total = (wide * normal).sum(axes), wide.sum(axes)
-        sums = ctx.world.sum(torch.stack([along_normal, total])) / count
+        sums = ctx.world.all_reduce(torch.stack([along_normal, total])) / count
         dx = wide - _along(sums[1], dy) - normal * _along(sums[0], dy)
         dx *= _along(scale if weight is None else scale * weight, dy)
         # those of this process's own images: gradients are averaged over the processes later, all at once

@@ -59,7 +59,7 @@ class Trainer:
         self.batch = 0
         self.best = -1.0
         self.seconds = 0.0
-        self.start_up = 0.0  # seconds of compiling and recording steps, which are not among those above
+        self.startup_seconds = 0.0  # seconds of compiling and recording steps, which are not among those above
         self.images = 0
         self.attacks = 0  # batches that have been attacked, those of full passes included
         self.rollbacks = 0
@@ -83,9 +83,9 @@ class Trainer:
     def raw(self) -> dict[str, Any]:
         """The recipe as a resumed run must find it: with the way of the correction and the storage chosen for it."""
         raw, estimator = dict(self.recipe.raw), self.parts.correction.estimator
-        if estimator.corrects and estimator.source == estimator.way:
+        if estimator.corrects and estimator.source == estimator.mode:
             name, options = split(raw["correction"], "correction")
-            raw["correction"] = {"name": name, **options, "way": estimator.way}
+            raw["correction"] = {"name": name, **options, "way": estimator.mode}
         if self.parts.topology.layers:
             raw["storage"] = self.parts.topology.storage
         return raw
@@ -181,9 +181,9 @@ class Trainer:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - started
 
-    def count_start_up(self, seconds: float) -> None:
+    def count_startup(self, seconds: float) -> None:
         """They are a part of what `_count_seconds` will count next."""
-        self.start_up += seconds
+        self.startup_seconds += seconds
         self.seconds -= seconds
 
     def _stop_is_asked(self) -> bool:
@@ -319,7 +319,7 @@ class Trainer:
 
     def fresh_images(self) -> Iterator[Tensor]:
         """The training images that BatchNorm statistics are estimated anew from."""
-        return (x for x, _ in islice(self.parts.train.epoch(0), self.recipe.reestimate))
+        return (x for x, _ in islice(self.parts.train.epoch(0), self.recipe.bn_recalibration_batches))
 
     def _line(self, scores: dict[str, Score]) -> dict[str, Any]:
         parts = self.parts
@@ -340,7 +340,7 @@ class Trainer:
             "correction": parts.correction.report(),
             "passes": self._passes(),
             "seconds": self.seconds,
-            "start_up": self.start_up,
+            "startup_seconds": self.startup_seconds,
             "images_per_second": self.images / max(self.seconds, 1e-9),
             "peak_memory": torch.cuda.max_memory_allocated(parts.device) if on_gpu else None,
             **({"rollbacks": self.rollbacks} if self.recipe.rollback.times else {}),
@@ -392,7 +392,7 @@ def resume(folder: RunFolder, recipe: Recipe, watcher: Watcher | None = None, wo
     if world.leads:
         folder.claim()
     trainer = Trainer(recipe, folder if world.leads else None, watcher, world)
-    state = world.from_first(folder.store.newest() if world.leads else None)
+    state = world.broadcast_object(folder.store.newest() if world.leads else None)
     if state is not None:
         trainer.load_state_dict(state)
     if world.leads:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equipoise.storage.masked import ACTIVE, DROPPED
 from equipoise.topology import BSRNet, Topology
-from equipoise.topology.ema import Average
+from equipoise.topology.ema import EMA
 from equipoise.topology.rewire import Rewiring
 from equipoise.training.flat import Flat
 from equipoise.training.rule import RULES, Rule
@@ -29,7 +29,7 @@ class Update:
         self,
         optimizer: torch.optim.Optimizer,
         topology: Topology,
-        average: Average | None,
+        average: EMA | None,
         flat: Flat,
         compiled: Compiled,
     ) -> None:

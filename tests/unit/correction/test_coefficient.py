@@ -157,13 +157,13 @@ def test_the_papers_numbers_are_the_defaults() -> None:
 def test_costs_are_those_of_the_passes() -> None:
     """By hand, a forward pass counting 1 and a backward pass 2, over SGD's 3."""
     assert Agent().cost == pytest.approx((3 + 3 + 3 + 1) / 3)
-    assert Agent(way="replay").cost == pytest.approx((3 + 3 + 0.1) / 3)
-    assert Agent(way="running").cost == pytest.approx((3 + 3) / 3)
-    assert Agent(way="running", share=0.25).cost == pytest.approx((3 + 0.75) / 3)
-    assert Agent(fraction=0.25).cost == pytest.approx((3 + 3 + 0.25 * (3 + 1)) / 3)
+    assert Agent(mode="replay").cost == pytest.approx((3 + 3 + 0.1) / 3)
+    assert Agent(mode="running").cost == pytest.approx((3 + 3) / 3)
+    assert Agent(mode="running", step_fraction=0.25).cost == pytest.approx((3 + 0.75) / 3)
+    assert Agent(batch_fraction=0.25).cost == pytest.approx((3 + 3 + 0.25 * (3 + 1)) / 3)
     assert SVRG().cost == pytest.approx((3 + 3 + 3) / 3)
     assert MVR().cost == pytest.approx(2.0)
-    assert MVR(share=0.5).cost == pytest.approx(1.5)
+    assert MVR(step_fraction=0.5).cost == pytest.approx(1.5)
     assert SAGA().cost == SGD().cost == 1.0
     assert Agent(when="pays").cost == pytest.approx(3.0), "the probe compares losses, the full pass does not"
 
@@ -174,17 +174,17 @@ def test_costs_are_those_of_the_passes() -> None:
         (Agent, {"gamma": 1.5}),
         (Agent, {"gamma": float("nan")}),
         (Agent, {"smoothing": -0.1}),
-        (Agent, {"fraction": 0}),
-        (Agent, {"fraction": 1.2}),
-        (Agent, {"share": 0}),
+        (Agent, {"batch_fraction": 0}),
+        (Agent, {"batch_fraction": 1.2}),
+        (Agent, {"step_fraction": 0}),
         (Agent, {"memory": 1.0}),
         (Agent, {"loss_share": 0.0}),
         (Agent, {"every": -1}),
         (Agent, {"from_epoch": -1}),
         (Agent, {"probe": 1}),
-        (Agent, {"way": "replay", "fraction": 0.5}),
-        (Agent, {"way": "replay", "share": 0.5}),
-        (Agent, {"way": "running", "fraction": 0.5}),
+        (Agent, {"mode": "replay", "batch_fraction": 0.5}),
+        (Agent, {"mode": "replay", "step_fraction": 0.5}),
+        (Agent, {"mode": "running", "batch_fraction": 0.5}),
         (Agent, {"coefficient": "losses"}),
         (Agent, {"way": "repeat"}),
         (Agent, {"when": "never"}),

@@ -32,15 +32,15 @@ from equipoise.training import checkpoint
 ESTIMATORS: dict[str, Estimator] = {
     "sgd": SGD(),
     "agent": Agent(),
-    "agent, replay": Agent(way="replay", loss_share=1.0),
-    "agent, running": Agent(way="running"),
-    "no gamma, bf16 replay": AgentNoGamma(way="replay", table="bf16", loss_share=1.0),
-    "fixed, fraction": FixedC(fraction=0.4),
-    "svrg, share": SVRG(share=0.5),
+    "agent, replay": Agent(mode="replay", loss_share=1.0),
+    "agent, running": Agent(mode="running"),
+    "no gamma, bf16 replay": AgentNoGamma(mode="replay", table="bf16", loss_share=1.0),
+    "fixed, fraction": FixedC(batch_fraction=0.4),
+    "svrg, share": SVRG(step_fraction=0.5),
     "svrg, every 3 steps": SVRG(every=3),
     "alpha-svrg": AlphaSVRG(),
     "gradient": SVRG(coefficient="gradient"),
-    "gradient per layer, running": SVRG(coefficient="gradient", per_layer=True, way="running"),
+    "gradient per layer, running": SVRG(coefficient="gradient", per_layer=True, mode="running"),
     "pays": SVRG(coefficient="gradient", when="pays", probe=3),
     "from epoch 1": SVRG(from_epoch=1),
     "mvr": MVR(),
@@ -119,7 +119,7 @@ def test_resuming_in_mid_epoch_is_bit_equal(name: str, algorithm: str, kill: int
 
 
 def test_at_the_end_of_an_epoch_replay_stores_no_gradients() -> None:
-    run = Run(SVRG(way="replay"), SET(sparsity=0.5, every=4))
+    run = Run(SVRG(mode="replay"), SET(sparsity=0.5, every=4))
     run.train(3)
     assert len(run.correction.state_dict()["source"]["rows"]) == 2
     run.train(5)
@@ -172,7 +172,7 @@ def test_copies_train_on_their_own() -> None:
 
 def test_states_hold_only_what_a_checkpoint_can(tmp_path: Path) -> None:
     """And the tensors of old gradients have the size of the active weights."""
-    run = Run(SVRG(way="replay", table="bf16"), SET(sparsity=0.8, every=100))
+    run = Run(SVRG(mode="replay", table="bf16"), SET(sparsity=0.8, every=100))
     run.train(2)
     state = run.correction.state_dict()
     checkpoint.save(tmp_path / "c.safetensors", state)

@@ -31,11 +31,11 @@ def sparse(estimator: Estimator, **options: Any) -> tuple[Correction, Topology, 
     ("estimator", "snapshots", "row"),
     [
         (Agent(), 1, 0),
-        (Agent(way="running"), 1, 0),
-        (Agent(way="replay"), 1, ROW),
-        (Agent(way="replay", table="bf16"), 1, ROW // 2),
-        (SVRG(way="replay"), 0, ROW),
-        (SVRG(way="replay", when="pays"), 1, ROW),
+        (Agent(mode="running"), 1, 0),
+        (Agent(mode="replay"), 1, ROW),
+        (Agent(mode="replay", table="bf16"), 1, ROW // 2),
+        (SVRG(mode="replay"), 0, ROW),
+        (SVRG(mode="replay", when="pays"), 1, ROW),
         (MVR(), 1, 0),
         (SAGA(), 0, ROW),
         (SAGA(table="bf16"), 0, ROW // 2),
@@ -69,9 +69,9 @@ def test_the_plan_is_what_is_held() -> None:
     batches = make_batches(5, dtype=torch.float32)
     for estimator in (
         SVRG(),
-        SVRG(way="replay"),
-        SVRG(way="replay", table="bf16"),
-        SVRG(way="running"),
+        SVRG(mode="replay"),
+        SVRG(mode="replay", table="bf16"),
+        SVRG(mode="running"),
         SAGA(),
         MVR(),
     ):
@@ -102,7 +102,7 @@ def held_bytes(value: Any) -> int:
     return sum(map(held_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-@pytest.mark.parametrize("estimator", [SVRG(way="replay"), SAGA()])
+@pytest.mark.parametrize("estimator", [SVRG(mode="replay"), SAGA()])
 def test_what_does_not_fit_is_refused_before_it_starts(estimator: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
     correction, *_ = sparse(estimator)
     needed = correction.plan(391).memory
@@ -123,7 +123,7 @@ def test_other_ways_and_unknown_memory_are_not_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(plan, "available_memory", lambda device: 1)
     sparse(Agent())[0].plan(391).check(torch.device("cpu"))
     monkeypatch.setattr(plan, "available_memory", lambda device: None)
-    sparse(SVRG(way="replay"))[0].plan(10**9).check(torch.device("cpu"))
+    sparse(SVRG(mode="replay"))[0].plan(10**9).check(torch.device("cpu"))
 
 
 def test_this_machine_tells_its_memory() -> None:

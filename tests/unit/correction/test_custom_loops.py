@@ -24,8 +24,8 @@ OPTIMIZERS: dict[str, Any] = {
 }
 ESTIMATORS: dict[str, Estimator] = {
     "agent": Agent(gamma=0.8),
-    "replay": SVRG(way="replay", coefficient="gradient"),
-    "running": SVRG(way="running", coefficient="gradient", per_layer=True),
+    "replay": SVRG(mode="replay", coefficient="gradient"),
+    "running": SVRG(mode="running", coefficient="gradient", per_layer=True),
     "agent-mvr": AgentMVR(gamma=0.8),
     "saga": SAGA(),
 }

@@ -18,8 +18,8 @@ def test_a_loss_that_is_not_finite_names_its_batch(name: str, bad: float, monkey
     model = perceptron()
     estimator = {
         "recompute": Agent(),
-        "replay": Agent(way="replay"),
-        "fraction": Agent(fraction=0.5),
+        "replay": Agent(mode="replay"),
+        "batch_fraction": Agent(batch_fraction=0.5),
         "pays": Agent(when="pays", probe=6),
     }[name]
     correction = estimator.attach(model)
@@ -65,7 +65,7 @@ def test_mvr_takes_no_micro_batches() -> None:
 
 def test_wrong_use_is_told() -> None:
     model, batches = perceptron(), make_batches(4)
-    replay = SVRG(way="replay").attach(model)
+    replay = SVRG(mode="replay").attach(model)
     replay.refresh(batches[:2], cross_entropy)
     for batch in batches[:2]:
         replay.backward(cross_entropy, *batch)
@@ -79,7 +79,7 @@ def test_wrong_use_is_told() -> None:
         with pytest.raises(UserError, match="index"):
             saga.backward(cross_entropy, *batches[0], index=index)
     with pytest.raises(UserError, match="length"):
-        SVRG(fraction=0.5).attach(model).refresh((b for b in batches), cross_entropy)
+        SVRG(batch_fraction=0.5).attach(model).refresh((b for b in batches), cross_entropy)
     with pytest.raises(UserError, match="total_steps"):
         AlphaSVRG().attach(model)
     with pytest.raises(UserError, match="no batch"):

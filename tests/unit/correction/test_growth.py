@@ -62,7 +62,7 @@ def dense_pair(correction: Correction, old: Array, batches: list[Batch], step: i
     """The gradient of a step at every place, and what SVRG takes off it."""
     theta = vector_of(correction.model)
     new, before = gradient(theta, batches[step]), gradient(old, batches[step])
-    if correction.estimator.way == "running":
+    if correction.estimator.mode == "running":
         return new, before - np.mean([gradient(old, b) for b in batches[:step]], axis=0)
     return new, before - np.mean([gradient(old, b) for b in batches], axis=0)
 

@@ -99,7 +99,7 @@ def test_the_loss_coefficient_is_smoothed_once_a_refresh() -> None:
 
 def test_a_share_of_corrected_steps_leaves_the_others_theirs() -> None:
     """Half of the steps at no variance and half at all of it is half, at one and a half times the cost."""
-    estimator = SVRG(coefficient="gradient", when="pays", probe=6, way="running", share=0.5)
+    estimator = SVRG(coefficient="gradient", when="pays", probe=6, mode="running", step_fraction=0.5)
     correction, old, now = displaced(estimator, 0.3, make_batches(10))
     new, before, covariance = moments(old, now, make_batches(10)[:6])
     left = 1 - covariance**2 / before / new

@@ -21,11 +21,11 @@ from equipoise.errors import UserError
 
 ESTIMATORS: dict[str, Estimator] = {
     "recompute": Agent(),
-    "replay": Agent(way="replay", loss_share=1.0),
-    "running": Agent(way="running"),
-    "fraction": SVRG(fraction=0.4),
+    "replay": Agent(mode="replay", loss_share=1.0),
+    "running": Agent(mode="running"),
+    "fraction": SVRG(batch_fraction=0.4),
     "pays": Agent(when="pays", probe=3),
-    "pays, replay": SVRG(when="pays", probe=3, coefficient="gradient", way="replay"),
+    "pays, replay": SVRG(when="pays", probe=3, coefficient="gradient", mode="replay"),
     "gradient per layer": SVRG(coefficient="gradient", per_layer=True),
     "mvr": MVR(),
     "agent-mvr": AgentMVR(),
@@ -88,7 +88,7 @@ def test_the_old_pass_leaves_no_trace(name: str) -> None:
 
 def test_replay_with_a_shuffling_loader_sees_the_coming_batches() -> None:
     """The streams are put back, so the loader shuffles and augments the epoch as it did for the refresh."""
-    *_, correction = attached(SVRG(way="replay"))
+    *_, correction = attached(SVRG(mode="replay"))
     seen: list[Tensor] = []
 
     def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -44,24 +44,24 @@ CASES: dict[str, tuple[Estimator, Callable[[], Oracle]]] = {
     "agent": (Agent(), lambda: Oracle("recompute", LossRule(), 0.1)),
     "agent, other numbers": (Agent(gamma=0.7, smoothing=0.6), lambda: Oracle("recompute", LossRule(0.6), 0.7)),
     "agent, no clamp": (Agent(clamp=False, gamma=1), lambda: Oracle("recompute", LossRule(clamp=False), 1)),
-    "agent, replay": (Agent(way="replay", loss_share=1.0), lambda: Oracle("replay", LossRule(), 0.1)),
-    "agent, running": (Agent(way="running"), lambda: Oracle("running", LossRule(), 0.1)),
+    "agent, replay": (Agent(mode="replay", loss_share=1.0), lambda: Oracle("replay", LossRule(), 0.1)),
+    "agent, running": (Agent(mode="running"), lambda: Oracle("running", LossRule(), 0.1)),
     "agent, gradient": (Agent(coefficient="gradient"), lambda: Oracle("recompute", GradientRule(), 0.1)),
     "no gamma": (AgentNoGamma(), lambda: Oracle("recompute", LossRule(), 1)),
     "reduced rate": (AgentReducedRate(), lambda: Oracle("recompute", LossRule(), 1)),
     "fixed": (FixedC(), lambda: Oracle("recompute", 0.1)),
     "svrg": (SVRG(), lambda: Oracle("recompute", 1.0)),
-    "svrg, replay": (SVRG(way="replay"), lambda: Oracle("replay", 1.0)),
-    "svrg, running": (SVRG(way="running"), lambda: Oracle("running", 1.0)),
+    "svrg, replay": (SVRG(mode="replay"), lambda: Oracle("replay", 1.0)),
+    "svrg, running": (SVRG(mode="running"), lambda: Oracle("running", 1.0)),
     "alpha-svrg": (AlphaSVRG(), lambda: Oracle("recompute", lambda t: 0.75 * (1 - t / STEPS))),
-    "alpha-svrg, replay": (AlphaSVRG(way="replay"), lambda: Oracle("replay", lambda t: 0.75 * (1 - t / STEPS))),
+    "alpha-svrg, replay": (AlphaSVRG(mode="replay"), lambda: Oracle("replay", lambda t: 0.75 * (1 - t / STEPS))),
     "gradient": (SVRG(coefficient="gradient"), lambda: Oracle("recompute", GradientRule())),
     "gradient, replay": (
-        SVRG(coefficient="gradient", way="replay", memory=0.5),
+        SVRG(coefficient="gradient", mode="replay", memory=0.5),
         lambda: Oracle("replay", GradientRule(0.5)),
     ),
     "gradient, running": (
-        SVRG(coefficient="gradient", way="running", memory=0.7),
+        SVRG(coefficient="gradient", mode="running", memory=0.7),
         lambda: Oracle("running", GradientRule(0.7)),
     ),
     "gradient per layer": (
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Estimator, Callable[[], Oracle]]] = {
         lambda: Oracle("recompute", GradientRule(per_layer=True)),
     ),
     "gradient per layer, running": (
-        SVRG(coefficient="gradient", per_layer=True, way="running"),
+        SVRG(coefficient="gradient", per_layer=True, mode="running"),
         lambda: Oracle("running", GradientRule(per_layer=True)),
     ),
     "mvr": (MVR(), lambda: Oracle("previous", 0.9)),
@@ -117,7 +117,7 @@ def test_a_fraction_of_the_batches_stands_for_all(coefficient: str, monkeypatch:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     topology = SET(sparsity=0.5, every=3).attach(model, optimizer, 30)
-    correction = SVRG(coefficient=coefficient, fraction=0.5).attach(model, topology)  # type: ignore[arg-type]
+    correction = SVRG(coefficient=coefficient, batch_fraction=0.5).attach(model, topology)  # type: ignore[arg-type]
     drawn: list[list[int]] = []
 
     def remember(total: int, choose: Callable[[int], set[int] | None] = correction._chosen) -> set[int]:
@@ -154,7 +154,7 @@ def test_replay_and_recompute_give_the_same_gradients() -> None:
 def test_a_share_of_the_steps_is_corrected() -> None:
     """A quarter of the steps, evenly spread; the others are plain and cost one pass."""
     model = perceptron()
-    correction = SVRG(share=0.25).attach(model)
+    correction = SVRG(step_fraction=0.25).attach(model)
     batches = make_batches(12)
     correction.refresh(batches, cross_entropy)
     forward = correction.passes["forward"]
@@ -211,12 +211,12 @@ def test_passes_are_counted_as_the_cost_says() -> None:
     for estimator in (
         SGD(),
         SVRG(),
-        SVRG(way="replay"),
-        SVRG(way="running"),
+        SVRG(mode="replay"),
+        SVRG(mode="running"),
         Agent(),
         SAGA(),
         MVR(),
-        SVRG(fraction=0.5),
+        SVRG(batch_fraction=0.5),
     ):
         model = perceptron()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -147,7 +147,7 @@ def test_dropout_masks_are_the_same_in_both_passes() -> None:
 def test_dropout_masks_are_the_same_in_running() -> None:
     batches = make_batches(6, size=8)
     model = normed()
-    correction = SVRG(way="running").attach(model)
+    correction = SVRG(mode="running").attach(model)
     correction.refresh(batches, cross_entropy)
     torch.manual_seed(5)
     found = corrected_gradients(correction, batches)
@@ -167,7 +167,7 @@ def test_a_fraction_is_unbiased_over_its_subsets(algorithm: str, monkeypatch: py
     for subset in combinations(range(5), 2):
         monkeypatch.setattr(Correction, "_chosen", lambda self, total, s=subset: set(s))
         model = perceptron()
-        correction, topology = apart(SVRG(value=0.8, fraction=0.4), algorithm, model, batches)
+        correction, topology = apart(SVRG(value=0.8, batch_fraction=0.4), algorithm, model, batches)
         found.append(corrected_gradients(correction, batches))
     plain = np.array([gradient(vector_of(model), b) for b in batches]) * active_of(model, topology)
     np.testing.assert_allclose(np.mean(found, axis=(0, 1)), plain.mean(0), rtol=0, atol=1e-13)
@@ -178,12 +178,12 @@ def test_subsets_are_drawn_evenly_and_by_the_seed() -> None:
     model = perceptron()
     drawn = Counter[tuple[int, ...]]()
     for seed in range(2000):
-        correction = SVRG(fraction=0.4).attach(model, seed=seed)
+        correction = SVRG(batch_fraction=0.4).attach(model, seed=seed)
         drawn[tuple(sorted(correction._chosen(5) or ()))] += 1
     assert len(drawn) == 10
     # 2000 draws over 10 subsets: 200 each with standard deviation 13.4
     assert max(abs(count - 200) for count in drawn.values()) < 5 * 13.4
-    correction = SVRG(fraction=0.4).attach(model, seed=3)
+    correction = SVRG(batch_fraction=0.4).attach(model, seed=3)
     first = [correction._chosen(50)]
     correction.refreshes += 1
     assert correction._chosen(50) != first[0], "another subset at every refresh"
@@ -195,7 +195,7 @@ def test_running_is_unbiased_over_the_orders() -> None:
     found = []
     for order in permutations(range(4)):
         model = perceptron()
-        correction, topology = apart(SVRG(value=0.9, way="running"), "set", model, batches)
+        correction, topology = apart(SVRG(value=0.9, mode="running"), "set", model, batches)
         found.append(corrected_gradients(correction, [batches[i] for i in order]))
     plain = np.array([gradient(vector_of(model), b) for b in batches]) * active_of(model, topology)
     for position in range(4):
@@ -232,8 +232,8 @@ def test_bf16_tables_stay_unbiased() -> None:
     """What is stored is rounded, but its mean is that of the rounded rows."""
     batches = make_batches(6)
     model = perceptron()
-    correction, _ = apart(SVRG(way="replay", table="bf16"), "none", model, batches)
-    exact, _ = apart(SVRG(way="replay"), "none", perceptron(), batches)
+    correction, _ = apart(SVRG(mode="replay", table="bf16"), "none", model, batches)
+    exact, _ = apart(SVRG(mode="replay"), "none", perceptron(), batches)
     found, reference = corrected_gradients(correction, batches), corrected_gradients(exact, batches)
     plain = np.array([gradient(vector_of(model), b) for b in batches])
     np.testing.assert_allclose(found.mean(0), plain.mean(0), rtol=0, atol=1e-13)
@@ -298,7 +298,7 @@ def test_the_gradient_coefficient_of_running_knows_the_noise_of_its_mean() -> No
     pairs: list[list[Array]] = []
     for order in permutations(range(4)):
         model = perceptron()
-        correction, _ = apart(SVRG(coefficient="gradient", way="running", memory=0.0), "none", model, batches)
+        correction, _ = apart(SVRG(coefficient="gradient", mode="running", memory=0.0), "none", model, batches)
         seen: list[Array] = []
         for i in order:
             correction.coefficient._seen = 0  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ Command = Callable[..., tuple[int, str, str]]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two epochs of a small convolutional net on the digits."""
     folder = tmp_path_factory.mktemp("run")
-    recipe = tiny(model={"name": "small"}, data={"name": "digits", "batch": 480}, reestimate=1, average=0.5)
+    recipe = tiny(model={"name": "small"}, data={"name": "digits", "batch": 480}, bn_recalibration_batches=1, ema=0.5)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(SystemExit) as stopped:
         cli.main(["train", str(folder / "recipe.yaml"), "--out", str(folder / "run")])
@@ -102,12 +102,12 @@ def test_onnx_runs_in_onnxruntime(run: Path, x: Tensor, command: Command) -> Non
     pytest.importorskip("onnxscript")
     onnx = pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
-    status, _, err = command("export", run, "out.onnx", "--format", "onnx", "--weights", "averaged")
+    status, _, err = command("export", run, "out.onnx", "--format", "onnx", "--weights", "ema")
     assert (status, err) == (0, "")
     onnx.checker.check_model("out.onnx", full_check=True)
     assert "BatchNormalization" not in {node.op_type for node in onnx.load("out.onnx").graph.node}
     session = runtime.InferenceSession("out.onnx", providers=["CPUExecutionProvider"])
-    right = outputs(run, x)["averaged"]
+    right = outputs(run, x)["ema"]
     for count in (9, 1):
         (got,) = session.run(["logits"], {"images": x[:count].numpy()})
         torch.testing.assert_close(torch.from_numpy(got), right[:count], rtol=1e-4, atol=1e-5)
@@ -181,7 +181,7 @@ def test_a_run_without_average(run: Path) -> None:
     trainer = cli._open(run)
     trainer.parts.average = None
     with pytest.raises(UserError, match="keeps no average"):
-        network_of(trainer, "averaged")
+        network_of(trainer, "ema")
 
 
 def test_packed_storage_exports_alike(run: Path) -> None:
@@ -198,7 +198,7 @@ def test_packed_storage_exports_alike(run: Path) -> None:
 def test_exporting_leaves_the_run_as_it_was(run: Path, x: Tensor) -> None:
     trainer = cli._open(run)
     before = {key: tensor.clone() for key, tensor in trainer.parts.model.state_dict().items()}
-    network_of(trainer, "averaged")
+    network_of(trainer, "ema")
     assert trainer.parts.model.training
     assert all(torch.equal(before[key], tensor) for key, tensor in trainer.parts.model.state_dict().items())
 

@@ -223,7 +223,7 @@ def hostile_study(folder: Path) -> Path:
         {"says": HOSTILE, "better": HOSTILE, "than": HOSTILE},
         {"better": HOSTILE, "than": "X", "metric": HOSTILE},
     ]
-    paper = [{"arm": HOSTILE, "what": HOSTILE, "value": 1, "way": HOSTILE}]
+    paper = [{"arm": HOSTILE, "what": HOSTILE, "value": 1, "score": HOSTILE}]
     write_result(folder / "study.json", {**asked, "claims": claims, "paper": paper})
     for seed in (0, 1):
         value = result_json(HOSTILE, seed, name=HOSTILE)

@@ -27,9 +27,9 @@ SHARES = st.floats(0, 1, allow_subnormal=False)
 
 
 def metric(
-    name: str, found: object, at: int | None = None, way: str = "plain", threshold: float | None = None
+    name: str, found: object, at: int | None = None, score: str = "plain", threshold: float | None = None
 ) -> object:
-    return METRICS[name](found, at, way, threshold)  # type: ignore[arg-type]
+    return METRICS[name](found, at, score, threshold)  # type: ignore[arg-type]
 
 
 # Cost
@@ -166,11 +166,11 @@ def test_accuracy_is_that_of_the_epoch_asked_for() -> None:
     assert metric("accuracy", found) == 0.3
     assert metric("accuracy", found, at=2) == 0.2
     assert metric("accuracy", found, at=4) is None
-    assert metric("accuracy", found, way="averaged") is None
+    assert metric("accuracy", found, score="ema") is None
     assert metric("mean-accuracy", found) == pytest.approx(0.2)
     assert metric("mean-accuracy", found, at=2) == pytest.approx(0.15)
     assert metric("mean-accuracy", found, at=4) is None
-    assert metric("mean-accuracy", found, way="averaged") is None
+    assert metric("mean-accuracy", found, score="ema") is None
     assert (metric("clean", found), metric("robust", found), metric("variance", found)) == (0.7, 0.4, 3.0)
     assert metric("correlation", found) is None
     assert metric("epochs-to", found) is None

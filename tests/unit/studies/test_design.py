@@ -42,7 +42,7 @@ def test_every_arm_of_a_packaged_study_is_a_recipe(name: str) -> None:
     raws = {arm: design.raw(arm, seed) for arm in design.arms for seed in design.seeds}
     assert len({yaml.safe_dump(raw) for raw in raws.values()}) == len(design.arms), "two arms are the same"
     recipes = {arm: make_recipe(raw) for arm, raw in raws.items()}
-    assert all(recipe.average for recipe in recipes.values()), "averaged weights are a fair arm"
+    assert all(recipe.ema for recipe in recipes.values()), "averaged weights are a fair arm"
     for value in design.paper:
         assert value.what in METRICS
         assert value.at is None or value.at <= recipes[value.arm].epochs
@@ -75,7 +75,7 @@ def test_the_fair_arms_stand_beside_the_claim() -> None:
         plain, bigger = (make_recipe(design.raw(arm, 0)) for arm in ("SGD", "Bigger batch"))
         # as many steps on batches of two gradients' cost
         assert bigger.data.batch * plain.epochs == plain.data.batch * bigger.epochs
-        assert {claim.way for claim in design.claims} == {"plain", "reestimated", "averaged"}
+        assert {claim.score for claim in design.claims} == {"plain", "bn_recalibrated", "ema"}
     fractions = [packaged("at").raw(arm, 0).get("objective") for arm in packaged("at").arms]
     assert {"name": "at", "clean_fraction": 0.1} in fractions
     assert {packaged("at").raw(arm, 0)["full_pass"] for arm in packaged("at").arms} == {"clean", "adversarial"}
@@ -83,7 +83,7 @@ def test_the_fair_arms_stand_beside_the_claim() -> None:
 
 @pytest.mark.parametrize("name", packaged_studies())
 def test_a_correction_of_attacked_steps_says_where_its_full_gradient_comes_from(name: str) -> None:
-    """Left open, the cheapest way is taken, which has no full gradient; the paper's is of clean images."""
+    """Left open, the cheapest score is taken, which has no full gradient; the paper's is of clean images."""
     for arm in packaged(name).arms:
         raw = packaged(name).raw(arm, 0)
         recipe = make_recipe(raw)
@@ -196,7 +196,7 @@ REFUSED = {
     "arms that share files": (own(arms={"A b": {}, "a-b": {}}), "would share their files"),
     "claim about no arm": (own(claims=[{**CLAIM, "than": "c"}]), 'no arm is called "c"'),
     "unknown key of a claim": (own(claims=[{**CLAIM, "then": "b"}]), 'no option is called "then"'),
-    "unknown way": (own(claims=[{**CLAIM, "way": "planed"}]), "no way of scoring"),
+    "unknown score": (own(claims=[{**CLAIM, "score": "planed"}]), "no score of scoring"),
     "no epoch 0": (own(claims=[{**CLAIM, "at": 0}]), "epochs count from 1"),
     "epoch of an end": (own(claims=[{**CLAIM, "metric": "test", "at": 1}]), "accuracy, mean-accuracy, stability"),
     "epoch beyond the end": (own(claims=[{**CLAIM, "at": 3}]), "a claim is about epoch 3, and it has 2"),
@@ -254,7 +254,7 @@ def test_a_name_is_never_a_path(tmp_path: Path) -> None:
         ({"checkpoint": {"every": 5}}, True),
         ({"storage": "packed"}, True),
         ({"data": {"name": "digits", "batch": 240, "root": "elsewhere"}}, True),
-        ({"correction": {"name": "agent", "way": "replay"}}, True),
+        ({"correction": {"name": "agent", "mode": "replay"}}, True),
         ({"correction": {"name": "agent", "gamma": 0.2}}, False),
         ({"correction": "svrg"}, False),
         ({"epochs": 3}, False),
@@ -268,7 +268,7 @@ def test_which_recipes_stand_for_one_another(change: dict[str, Any], same: bool)
 
 
 def test_a_way_that_was_asked_for_counts() -> None:
-    asked, found = (tiny(correction={"name": "agent", "way": way}) for way in ("replay", "running"))
+    asked, found = (tiny(correction={"name": "agent", "score": score}) for score in ("replay", "running"))
     assert not same_recipe(asked, found)
     assert not same_recipe(asked, tiny(correction="agent"))
     assert not same_recipe(tiny(storage="masked"), tiny(storage="packed"))

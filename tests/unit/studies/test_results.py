@@ -108,9 +108,9 @@ def test_seeds_may_have_run_elsewhere_and_in_a_way_of_the_same_estimate(tmp_path
     folder = write_study(tmp_path / "s", ["AGENT"])
     changes: list[dict[str, Any]] = [
         {"correction": "agent"},
-        {"correction": {"name": "agent", "way": "replay"}, "storage": "packed"},
-        {"correction": {"name": "agent", "way": "recompute"}},
-        {"correction": {"name": "agent", "way": "running"}},
+        {"correction": {"name": "agent", "mode": "replay"}, "storage": "packed"},
+        {"correction": {"name": "agent", "mode": "recompute"}},
+        {"correction": {"name": "agent", "mode": "running"}},
     ]
     for seed, change in enumerate(changes):
         value = result_json("AGENT", seed)
@@ -149,7 +149,7 @@ def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
         "relative-variance": None,
     }
     assert [e.measured.get("correlation") for e in agent.epochs] == [None, 0.9, None, None, None, None]
-    assert (study.claims[0].better, study.claims[0].at, study.claims[0].way) == ("AGENT", 3, "plain")
+    assert (study.claims[0].better, study.claims[0].at, study.claims[0].score) == ("AGENT", 3, "plain")
     assert study.paper[0].value == 0.35
     assert read_results(tmp_path / "results" / "s") == reading
 
@@ -238,7 +238,7 @@ def test_a_run_is_a_study_of_one_arm(tmp_path: Path) -> None:
     ]
     ((found,),) = reading.studies[0].results.values()
     assert (found.arm, found.seed, found.finished) == ("run", 4, False)
-    assert [e.scores["averaged"] for e in found.epochs] == [0.2, 0.4]
+    assert [e.scores["ema"] for e in found.epochs] == [0.2, 0.4]
     folder.finish({"version": 1, "test": {"plain": {"accuracy": 0.4}}})
     ((found,),) = read_results(tmp_path / "run").studies[0].results.values()
     assert found.finished
@@ -246,15 +246,15 @@ def test_a_run_is_a_study_of_one_arm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "start_up", "kept"),
+    ("environment", "startup_seconds", "kept"),
     [
         ({"device": "cpu"}, None, True),
-        ({"device": "cpu", "together": 1}, None, True),
-        ({"device": "cpu", "together": 2}, 0.0, False),
-        ({"device": "cpu", "together": "many"}, None, True),
+        ({"device": "cpu", "jobs_on_device": 1}, None, True),
+        ({"device": "cpu", "jobs_on_device": 2}, 0.0, False),
+        ({"device": "cpu", "jobs_on_device": "many"}, None, True),
         ({"device": "NVIDIA X"}, None, False),  # a run of old, whose seconds hold its start-up
         ({"device": "NVIDIA X"}, 9.0, True),
-        ({"device": "NVIDIA X", "together": 2}, 9.0, False),
+        ({"device": "NVIDIA X", "jobs_on_device": 2}, 9.0, False),
     ],
 )
 def test_seconds_that_cannot_be_compared_are_left_out(
@@ -262,7 +262,7 @@ def test_seconds_that_cannot_be_compared_are_left_out(
 ) -> None:
     value = {**result_json(), "environment": environment}
     for entry in value["epochs"]:
-        entry |= {} if start_up is None else {"start_up": start_up}
+        entry |= {} if start_up is None else {"startup_seconds": start_up}
     write_study(tmp_path / "s", arms=["SGD"])
     write_result(result_file(tmp_path / "s", "SGD", 0), value)
     (study,) = read_results(tmp_path).studies
@@ -303,9 +303,9 @@ def test_whatever_stands_in_a_file_the_page_is_made(tmp_path: Path, data: st.Dat
     name = data.draw(st.sampled_from(["study.json", "agent-seed1.json"]))
     sound = (folder / name).read_text()
     value = {"root": json.loads(sound)}
-    *way, last = data.draw(st.sampled_from([p for p in places(value) if p]))
+    *score, last = data.draw(st.sampled_from([p for p in places(value) if p]))
     part = broken = copy.deepcopy(value)
-    for key in way:
+    for key in score:
         part = part[key]  # type: ignore[index]
     part[last] = data.draw(JSON)  # type: ignore[index]
     try:

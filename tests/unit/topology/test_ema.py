@@ -15,7 +15,7 @@ from equipoise.errors import UserError
 from equipoise.sparse import pack, unpack
 from equipoise.topology import GMP, SET, BSRNet, Static
 from equipoise.topology.algorithm import Algorithm
-from equipoise.topology.ema import Average, weights_of
+from equipoise.topology.ema import EMA, weights_of
 
 
 def model() -> nn.Sequential:
@@ -34,7 +34,7 @@ def move(net: nn.Module, seed: int) -> None:
 @given(decay=st.floats(0.01, 0.999), steps=st.integers(1, 40))
 def test_the_average_equals_its_formula(decay: float, steps: int) -> None:
     net = model()
-    average = Average(net, decay)
+    average = EMA(net, decay)
     expected = {name: p.detach().numpy().copy() for name, p in net.named_parameters()}
     for t in range(1, steps + 1):
         move(net, t)
@@ -48,7 +48,7 @@ def test_the_average_equals_its_formula(decay: float, steps: int) -> None:
 
 def test_weights_that_stand_still_are_their_own_average() -> None:
     net = model()
-    average = Average(net, 0.995)
+    average = EMA(net, 0.995)
     for p in net.parameters():
         nn.init.constant_(p, 3.0)
     for _ in range(3000):
@@ -59,7 +59,7 @@ def test_weights_that_stand_still_are_their_own_average() -> None:
 
 def test_the_average_is_a_copy() -> None:
     net = model()
-    average = Average(net, 0.9)
+    average = EMA(net, 0.9)
     before = {name: value.clone() for name, value in average.values.items()}
     move(net, 1)
     assert all(torch.equal(before[name], value) for name, value in average.values.items())
@@ -70,7 +70,7 @@ def test_the_average_is_projected_on_the_topology_of_now() -> None:
     net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     topology = SET(sparsity=0.6, every=2).attach(net, optimizer, total_steps=50)
-    average = Average(net, 0.9, topology)
+    average = EMA(net, 0.9, topology)
     seen: dict[str, set[bytes]] = {name: set() for name in topology.masks}
     for step in range(12):
         torch.manual_seed(step)
@@ -92,10 +92,10 @@ def averaged_weights(algorithm: Algorithm, packed: bool, early: bool = False) ->
     torch.manual_seed(0)
     net: nn.Module = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5))
     net = pack(net, algorithm) if packed else net
-    average = Average(net, 0.9) if early else None
+    average = EMA(net, 0.9) if early else None
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     topology = algorithm.attach(net, optimizer, total_steps=50)
-    average = average or Average(net, 0.9)
+    average = average or EMA(net, 0.9)
     x, y = torch.randn(64, 30), torch.randint(5, (64,))
     for _ in range(20):
         nn.functional.cross_entropy(net(x), y).backward()
@@ -139,7 +139,7 @@ def test_an_average_made_before_the_topology_is_the_same(name: str, packed: bool
 
 def test_an_average_is_sparse_as_soon_as_a_topology_is_attached() -> None:
     net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4))
-    average = Average(net)
+    average = EMA(net)
     assert average.topology is None
     topology = Static(sparsity=0.6).attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
     assert average.topology is topology
@@ -153,7 +153,7 @@ def test_a_copy_of_the_average_follows_the_copied_model() -> None:
     net = pack(nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4)), algorithm)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     topology = algorithm.attach(net, optimizer, total_steps=50)
-    average = Average(net)
+    average = EMA(net)
     before = {name: value.clone() for name, value in average.values.items()}
     twin, stepper, moved, copied = copy.deepcopy((net, optimizer, topology, average))
     for _ in range(4):
@@ -170,7 +170,7 @@ def test_a_copy_of_the_average_follows_the_copied_model() -> None:
 
 def test_applying_the_average_leaves_no_trace() -> None:
     net = model()
-    average = Average(net, 0.5)
+    average = EMA(net, 0.5)
     move(net, 1)
     average.update()
     before = copy.deepcopy(net.state_dict())
@@ -184,12 +184,12 @@ def test_applying_the_average_leaves_no_trace() -> None:
 
 def test_the_average_goes_on_from_its_state() -> None:
     net = model()
-    average = Average(net, 0.9)
+    average = EMA(net, 0.9)
     for t in range(3):
         move(net, t)
         average.update()
     twin = copy.deepcopy(net)
-    resumed = Average(twin, 0.9)
+    resumed = EMA(twin, 0.9)
     resumed.load_state_dict(copy.deepcopy(average.state_dict()))
     for net_, each in ((net, average), (twin, resumed)):
         move(net_, 9)
@@ -232,4 +232,4 @@ def test_the_own_weights_come_back_after_an_error() -> None:
 @pytest.mark.parametrize("decay", [0.0, 1.0, -0.5, 2.0])
 def test_a_decay_that_cannot_be_is_refused(decay: float) -> None:
     with pytest.raises(UserError, match="average="):
-        Average(model(), decay)
+        EMA(model(), decay)

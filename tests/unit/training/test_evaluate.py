@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.topology.ema import Average
+from equipoise.topology.ema import EMA
 from equipoise.training.evaluate import score, score_three_ways, three_ways
 
 
@@ -83,14 +83,14 @@ def test_precision_is_the_callers() -> None:
 
 def test_three_ways_are_the_model_with_other_statistics_and_other_weights() -> None:
     net = model()
-    average = Average(net, 0.5)
+    average = EMA(net, 0.5)
     with torch.no_grad():
         for p in net.parameters():
             p.add_(torch.randn_like(p))
     average.update()
     before = copy.deepcopy(net.state_dict())
     found = score_three_ways(net, batches, images, average)
-    assert list(found) == ["plain", "reestimated", "averaged"]
+    assert list(found) == ["plain", "bn_recalibrated", "ema"]
 
     def fresh(other: nn.Sequential) -> nn.Sequential:
         """BatchNorm statistics set by hand."""
@@ -103,7 +103,7 @@ def test_three_ways_are_the_model_with_other_statistics_and_other_weights() -> N
 
     averaged = copy.deepcopy(net)
     averaged.load_state_dict(average.values, strict=False)
-    for way, other in (("plain", net), ("reestimated", fresh(copy.deepcopy(net))), ("averaged", fresh(averaged))):
+    for way, other in (("plain", net), ("bn_recalibrated", fresh(copy.deepcopy(net))), ("ema", fresh(averaged))):
         loss, accuracy = oracle(other, batches())
         assert found[way].loss == pytest.approx(loss, rel=1e-5)
         assert found[way].accuracy == pytest.approx(accuracy)
@@ -112,13 +112,13 @@ def test_three_ways_are_the_model_with_other_statistics_and_other_weights() -> N
 
 
 def test_without_an_average_there_are_two_ways() -> None:
-    assert list(score_three_ways(model(), batches, images)) == ["plain", "reestimated"]
-    assert list(three_ways(model(), images)) == ["plain", "reestimated"]
+    assert list(score_three_ways(model(), batches, images)) == ["plain", "bn_recalibrated"]
+    assert list(three_ways(model(), images)) == ["plain", "bn_recalibrated"]
 
 
 def test_the_model_is_itself_again_as_soon_as_scoring_fails() -> None:
     net = model()
-    average = Average(net, 0.5)
+    average = EMA(net, 0.5)
     for value in average.values.values():
         value.zero_()
     before = copy.deepcopy(net.state_dict())

@@ -123,7 +123,7 @@ class Weights(Watcher):
         self.seen.append(copy.deepcopy(trainer.parts.model.state_dict()))
 
 
-@pytest.mark.parametrize("correction", ["sgd", {"name": "agent", "way": "replay"}])
+@pytest.mark.parametrize("correction", ["sgd", {"name": "agent", "mode": "replay"}])
 def test_measuring_on_the_way_is_against_the_epoch_before_and_changes_nothing(
     correction: Any, tmp_path: Path
 ) -> None:
@@ -218,7 +218,7 @@ IMAGES = 1437
     [
         ({}, (2, 2)),
         ({"topology": {"name": "rigl", "sparsity": 0.8, "every": 4}}, (2, 2)),
-        ({"correction": {"name": "svrg", "way": "recompute"}}, (6, 6)),
+        ({"correction": {"name": "svrg", "mode": "recompute"}}, (6, 6)),
         ({"objective": {"name": "at", "steps": 3}}, (8, 2)),
     ],
 )

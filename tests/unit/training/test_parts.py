@@ -96,5 +96,5 @@ def test_devices() -> None:
 
 def test_the_seed_reaches_the_correction() -> None:
     """It chooses which batches a `fraction` takes."""
-    for correction in ("agent", {"name": "agent", "fraction": 0.5}):
+    for correction in ("agent", {"name": "agent", "batch_fraction": 0.5}):
         assert make_parts(make_recipe(tiny(seed=5, correction=correction))).correction.seed == 5

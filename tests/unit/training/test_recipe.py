@@ -38,7 +38,7 @@ def override(*words: str, raw: dict[str, Any] | None = None) -> dict[str, Any]:
 def test_an_empty_recipe_is_all_defaults() -> None:
     recipe = make_recipe({})
     assert (recipe.model, recipe.model_options, recipe.epochs, recipe.seed) == ("small", {}, 10, 0)
-    assert (recipe.device, recipe.average, recipe.reestimate, recipe.clip) == ("auto", 0.995, 32, 0.0)
+    assert (recipe.device, recipe.ema, recipe.bn_recalibration_batches, recipe.clip) == ("auto", 0.995, 32, 0.0)
     assert recipe.data.name == "digits"
     assert recipe.data.augment is None
     assert (recipe.checkpoint.every, recipe.checkpoint.steps, recipe.checkpoint.keep) == (1, 0, 2)
@@ -55,7 +55,7 @@ def test_every_key_reaches_its_part() -> None:
             "model": {"name": "mlp", "hidden": "32"},
             "data": {"name": "cifar10", "root": "elsewhere", "batch": 64, "augment": {"pad": 2}, "validation": 5000},
             "topology": {"name": "rigl", "sparsity": 0.5, "include": ["conv*"], "distribution": {"*": 0.5}},
-            "correction": {"name": "agent", "gamma": 0.2, "way": "replay"},
+            "correction": {"name": "agent", "gamma": 0.2, "mode": "replay"},
             "optimizer": {"name": "adamw", "lr": "1e-4", "decay_all": False},
             "schedule": {"name": "cosine", "warmup": 5},
             "objective": {"name": "at", "steps": 3},
@@ -63,24 +63,29 @@ def test_every_key_reaches_its_part() -> None:
             "seed": 11,
             "precision": "bf16",
             "device": "cpu",
-            "average": 0,
-            "reestimate": 5,
+            "ema": 0,
+            "bn_recalibration_batches": 5,
             "full_pass": "adversarial",
             "clip": 1,
             "checkpoint": {"every": 3, "steps": 50, "keep": 4},
         }
-        | {"correction": {"name": "agent", "gamma": 0.2, "way": "running"}}
+        | {"correction": {"name": "agent", "gamma": 0.2, "mode": "running"}}
     )
     assert recipe.model_options == {"hidden": 32}
     assert recipe.data.augment == Augment(pad=2)
     assert (recipe.data.root, recipe.data.batch, recipe.data.validation) == ("elsewhere", 64, 5000)
     assert recipe.topology == RigL(sparsity=0.5, include=("conv*",), distribution={"*": 0.5}, seed=11)
-    assert recipe.correction == Agent(gamma=0.2, way="running")
+    assert recipe.correction == Agent(gamma=0.2, mode="running")
     assert recipe.optimizer == AdamWOptions(lr=1e-4, decay_all=False)
     assert recipe.schedule.warmup == 5.0
     assert recipe.objective.attack_passes == 3
     assert (recipe.epochs, recipe.seed, recipe.precision, recipe.device) == (7, 11, "bf16", "cpu")
-    assert (recipe.average, recipe.reestimate, recipe.full_pass, recipe.clip) == (0.0, 5, "adversarial", 1.0)
+    assert (recipe.ema, recipe.bn_recalibration_batches, recipe.full_pass, recipe.clip) == (
+        0.0,
+        5,
+        "adversarial",
+        1.0,
+    )
     assert (recipe.checkpoint.every, recipe.checkpoint.steps, recipe.checkpoint.keep) == (3, 50, 4)
 
 
@@ -92,9 +97,9 @@ def test_every_key_reaches_its_part() -> None:
         ({"epochs": "many"}, "epochs='many': expected a whole number"),
         ({"epochs": None}, "epochs=None: expected a whole number"),
         ({"seed": 1.5}, "seed=1.5: expected a whole number"),
-        ({"average": 1}, "average=1.0"),
-        ({"average": -0.1}, "average=-0.1"),
-        ({"reestimate": 0}, "reestimate=0: at least 1 batch"),
+        ({"ema": 1}, "average=1.0"),
+        ({"ema": -0.1}, "average=-0.1"),
+        ({"bn_recalibration_batches": 0}, "bn_recalibration_batches=0: at least 1 batch"),
         ({"clip": -1}, "clip=-1.0"),
         ({"precision": "fp16"}, "precision='fp16': it is one of "),
         ({"checkpoint": {"keep": 0}}, "checkpoint: every and keep are at least 1"),
@@ -113,14 +118,14 @@ def test_every_key_reaches_its_part() -> None:
         ({"topology": "rigl-itop-itop"}, 'no topology is called "rigl-itop"'),
         ({"objective": "att"}, 'no objective is called "att"'),
         ({"correction": {"name": "agent", "gamma": 2}}, "correction: gamma=2.0: between 0 and 1"),
-        ({"correction": {"name": "agent", "way": "guess"}}, "correction.way='guess'"),
+        ({"correction": {"name": "agent", "way": "guess"}}, "correction.mode='guess'"),
         ({"optimizer": {"name": "sgd", "lr": 0}}, "optimizer: lr=0.0: the learning rate is positive"),
         ({"optimizer": {"name": "sgd", "momentum": 1}}, "optimizer: momentum=1.0"),
         ({"optimizer": {"name": "adam", "beta2": -1}}, "optimizer: beta2=-1.0"),
         ({"optimizer": {"name": "adam", "momentum": 0.9}}, 'optimizer: no option is called "momentum"'),
         ({"schedule": {"name": "piecewise", "milestones": [0.5]}}, "1 milestones and 2 factors"),
         (
-            {"objective": "at", "correction": {"name": "agent", "way": "replay"}},
+            {"objective": "at", "correction": {"name": "agent", "mode": "replay"}},
             "replay needs batches known ahead",
         ),
     ],
@@ -175,7 +180,7 @@ def test_overrides_set_plain_keys_and_options() -> None:
     recipe = make_recipe(raw)
     assert (recipe.epochs, recipe.data.batch, recipe.optimizer.lr, recipe.checkpoint.steps) == (3, 32, 5e-4, 10)
     assert recipe.data.augment == Augment(pad=2)
-    assert recipe.average == DIGITS["average"]
+    assert recipe.ema == DIGITS["average"]
 
 
 def test_the_later_of_two_overrides_counts() -> None:

@@ -26,7 +26,7 @@ from train_helpers import BATCHES, assert_same_state, leaves, same, tiny, traine
 
 LINE = {
     *("epoch", "step", "learning_rate", "train_loss", "train_accuracy", "split", "scores", "density", "exploration"),
-    *("updates", "correction", "passes", "seconds", "start_up", "images_per_second"),
+    *("updates", "correction", "passes", "seconds", "startup_seconds", "images_per_second"),
 }  # at least
 
 
@@ -72,7 +72,7 @@ def test_every_topology_trains_with_every_optimizer(name: str, optimizer: str) -
     first, last = made.history
     assert last["train_loss"] < first["train_loss"]
     assert last["density"] == pytest.approx(1.0 if name == "dense" else 0.2, abs=2e-3)
-    assert set(result["test"]) == {"plain", "reestimated", "averaged"}
+    assert set(result["test"]) == {"plain", "bn_recalibrated", "ema"}
     if "every" in topology(name) and name != "gmp":
         assert made.parts.topology.updates > 2
         assert last["exploration"] > last["density"]
@@ -232,7 +232,7 @@ def test_saga_sees_the_same_images_under_the_same_number(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("every", [0, 1, 4, 6, 7, 100])
 def test_replay_runs_every_batch_once_whatever_the_interval(every: int) -> None:
     """Also where an interval reaches into the next epoch, or past the end of training."""
-    made = trainer(correction={"name": "svrg", "way": "replay", "every": every}, epochs=3)
+    made = trainer(correction={"name": "svrg", "mode": "replay", "every": every}, epochs=3)
     made.run()
     steps = 3 * BATCHES
     assert made.parts.correction.passes == {"forward": 2 * steps, "backward": 2 * steps}
@@ -262,7 +262,7 @@ def test_a_line_per_epoch_says_everything(tmp_path: Path) -> None:
     for epoch, line in enumerate(lines, 1):
         assert set(line) >= LINE
         assert (line["epoch"], line["step"], line["split"]) == (epoch, epoch * BATCHES, "test")
-        assert set(line["scores"]) == {"plain", "reestimated", "averaged"}
+        assert set(line["scores"]) == {"plain", "bn_recalibrated", "ema"}
         assert all(0 <= s["accuracy"] <= 1 and s["loss"] > 0 for s in line["scores"].values())
         assert line["density"] == pytest.approx(0.2, abs=1e-3)
         assert line["density"] <= line["exploration"] <= 1
@@ -276,12 +276,12 @@ def test_a_line_per_epoch_says_everything(tmp_path: Path) -> None:
 
 def test_training_accuracy_and_loss_are_those_of_the_epochs_batches() -> None:
     still = {"name": "sgd", "lr": 1e-12, "momentum": 0}
-    made = trainer(topology=topology("static"), optimizer=still, average=0, epochs=1)
+    made = trainer(topology=topology("static"), optimizer=still, ema=0, epochs=1)
     made.run()
     expected = made.evaluate("train")["plain"]  # the weights have not moved
     assert made.history[0]["train_loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert made.history[0]["train_accuracy"] == pytest.approx(expected.accuracy)
-    assert "averaged" not in made.history[0]["scores"]
+    assert "ema" not in made.history[0]["scores"]
 
 
 @pytest.mark.parametrize(("lr", "epochs", "warns"), [(1e-12, 5, True), (1e-12, 4, False), (0.5, 5, False)])
@@ -409,7 +409,7 @@ class Stop(Watcher):
 
 
 @pytest.mark.parametrize("stop", [1, 5, 7, 11])
-@pytest.mark.parametrize("correction", ["sgd", {"name": "agent", "way": "replay"}, "svrg"])
+@pytest.mark.parametrize("correction", ["sgd", {"name": "agent", "mode": "replay"}, "svrg"])
 def test_an_interrupted_trainer_goes_on_bit_equal(
     stop: int, correction: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,13 +437,13 @@ def test_an_interrupted_trainer_goes_on_bit_equal(
         {"topology": {"name": "rigl", "sparsity": 0.8}},
         {"topology": "dense"},
         {"correction": "saga"},
-        {"average": 0.5},
+        {"ema": 0.5},
     ],
 )
 def test_a_checkpoint_of_another_recipe_is_told_in_one_line(changes: dict[str, Any]) -> None:
-    state = trainer(average=0).state_dict()
+    state = trainer(ema=0).state_dict()
     with pytest.raises(UserError) as error:
-        trainer(**{"average": 0, **changes}).load_state_dict(state)
+        trainer(**{"ema": 0, **changes}).load_state_dict(state)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
 

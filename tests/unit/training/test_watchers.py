@@ -109,7 +109,7 @@ def test_tensorboard_gets_every_number_and_strikes_out_what_is_done_again(
     made.run()
     assert made_with == [str(tmp_path / "events"), 1, "closed"]
     last = {name: value for name, value, step in written if step == 2}
-    assert last["scores/averaged/accuracy"] == made.history[1]["scores"]["averaged"]["accuracy"]
+    assert last["scores/averaged/accuracy"] == made.history[1]["scores"]["ema"]["accuracy"]
     assert last["correction/c"] == made.history[1]["correction"]["c"]
     assert last["exploration"] == made.history[1]["exploration"]
 
