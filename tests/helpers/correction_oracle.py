@@ -168,7 +168,7 @@ class GradientRule:
 class Oracle:
     """One correction at work. `rule` is a number, a function of the step, or a rule for the coefficient."""
 
-    way: str
+    mode: str
     rule: Any
     gamma: float = 1.0
     fraction: Sequence[Sequence[int]] | None = None  # the batches of g̃ at each refresh, where not all

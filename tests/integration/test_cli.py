@@ -126,7 +126,7 @@ def test_a_way_that_was_chosen_by_the_free_memory_is_kept(
         monkeypatch.setattr("equipoise.correction.cost.available_memory", lambda device, free=free: free)
         assert run("train", recipe, "epochs=1", "correction=agent", "--out", way).status == 0
         saved = yaml.safe_load((tmp_path / way / "recipe.yaml").read_text())
-        assert saved["correction"] == {"name": "agent", "way": way}
+        assert saved["correction"] == {"name": "agent", "mode": way}
 
 
 def test_recipes_are_laid_over_one_another(run: Run, recipe: str, tmp_path: Path) -> None:

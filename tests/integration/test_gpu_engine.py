@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
         f"objective {name} {way}": {
             "topology": SET,
             "objective": {"name": name, "steps": 2},
-            "correction": "sgd" if way == "sgd" else {"name": "agent", "way": way},
+            "correction": "sgd" if way == "sgd" else {"name": "agent", "mode": way},
         }
         for name in ("at", "trades", "mart", "mixed")
         for way in ("sgd", "recompute", "running")

@@ -119,17 +119,17 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["recompute", "replay", "running"])
+@pytest.mark.parametrize("mode", ["recompute", "replay", "running"])
 @pytest.mark.parametrize("correction", ["agent", "svrg", "alpha-svrg", "fixed"])
 @pytest.mark.parametrize("topology", ["static", "set", "rigl", "snfs", "mest", "gmp", "granet"])
-def test_every_topology_with_every_correction(topology: str, correction: str, way: str, tmp_path: Path) -> None:
+def test_every_topology_with_every_correction(topology: str, correction: str, mode: str, tmp_path: Path) -> None:
     moving = {} if topology == "static" else {"every": 2}
     kill_and_compare(
         tmp_path,
         [("after a step", 4), ("after a refresh", 1), ("within a step", 5)],
         epochs=3,
         topology={"name": topology, "sparsity": 0.8, **moving},
-        correction={"name": correction, "way": way},
+        correction={"name": correction, "mode": way},
         checkpoint={"steps": 3},
     )
 

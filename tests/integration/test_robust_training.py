@@ -94,9 +94,9 @@ def record_losses(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> list[Cal
 
 
 @pytest.mark.parametrize("objective", ADVERSARIAL)
-@pytest.mark.parametrize("way", ["recompute", "running"])
+@pytest.mark.parametrize("mode", ["recompute", "running"])
 def test_old_and_new_gradient_are_of_the_same_perturbed_tensors(
-    objective: str, way: str, monkeypatch: pytest.MonkeyPatch
+    objective: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = tiny_trainer(f"objective={objective}", "correction=svrg", f"correction.mode={way}")
     clean = list(trainer.parts.train.epoch(0))

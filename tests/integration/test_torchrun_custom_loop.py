@@ -38,7 +38,7 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model(x), y)
 
 
-def own_loop(world: World, topology: str, correction: str, way: str) -> dict[str, Any]:
+def own_loop(world: World, topology: str, correction: str, mode: str) -> dict[str, Any]:
     """A loop as a user writes it, with DistributedDataParallel where there are several processes."""
     torch.manual_seed(3)
     network = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 2)).double()
@@ -46,7 +46,7 @@ def own_loop(world: World, topology: str, correction: str, way: str) -> dict[str
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     options = {"every": 5, "until": 1.0} if topology == "RigL" else {}
     sparse = getattr(eq, topology)(sparsity=0.7, **options).attach(model, optimizer, total_steps=STEPS)
-    agent = CORRECTIONS[correction](**({"way": way} if way else {})).attach(model)
+    agent = CORRECTIONS[correction](**({"mode": way} if way else {})).attach(model)
     shares = [(x[world.rank :: world.size], y[world.rank :: world.size]) for x, y in batches()]
     losses = []
     for step in range(STEPS):
@@ -62,7 +62,7 @@ def own_loop(world: World, topology: str, correction: str, way: str) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("topology", "correction", "way"),
+    ("topology", "correction", "mode"),
     [
         ("RigL", "sgd", ""),
         ("RigL", "agent", "recompute"),
@@ -71,7 +71,7 @@ def own_loop(world: World, topology: str, correction: str, way: str) -> dict[str
         ("Static", "mvr", ""),
     ],
 )
-def test_a_loop_with_ddp_is_that_of_one_process(two: Processes, topology: str, correction: str, way: str) -> None:
+def test_a_loop_with_ddp_is_that_of_one_process(two: Processes, topology: str, correction: str, mode: str) -> None:
     several = two(own_loop, topology, correction, way)
     one = own_loop(ALONE, topology, correction, way)
     weights = {name: value.numpy() for name, value in one["weights"].items()}

@@ -187,9 +187,7 @@ class Correction:
         if self.estimator.batch_fraction == 1:
             return None
         if total < 0:
-            raise UserError(
-                "batch_fraction needs to know how many batches there are: give refresh a loader with a length"
-            )
+            raise UserError("batch_fraction needs the number of batches: give refresh a loader with a length")
         generator = torch.Generator().manual_seed(derive(self.seed, "fraction", self.refreshes))
         count = max(1, round(self.estimator.batch_fraction * total))
         return set(torch.randperm(total, generator=generator)[:count].tolist())

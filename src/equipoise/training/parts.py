@@ -117,7 +117,7 @@ def attach_correction(recipe: Recipe, model: nn.Module, topology: Topology, batc
     unless the recipe asks for a full pass by naming what it is computed on.
     """
     estimator, named = recipe.correction, recipe.raw.get("correction")
-    said = isinstance(named, Mapping) and "way" in named
+    said = isinstance(named, Mapping) and "mode" in named
     possible = (
         estimator.corrects
         and estimator.source == "recompute"

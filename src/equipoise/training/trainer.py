@@ -85,7 +85,7 @@ class Trainer:
         raw, estimator = dict(self.recipe.raw), self.parts.correction.estimator
         if estimator.corrects and estimator.source == estimator.mode:
             name, options = split(raw["correction"], "correction")
-            raw["correction"] = {"name": name, **options, "way": estimator.mode}
+            raw["correction"] = {"name": name, **options, "mode": estimator.mode}
         if self.parts.topology.layers:
             raw["storage"] = self.parts.topology.storage
         return raw

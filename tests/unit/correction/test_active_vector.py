@@ -180,8 +180,8 @@ class Alternating(nn.Module):
         return self.sometimes(torch.tanh(hidden)) if deep else hidden
 
 
-@pytest.mark.parametrize("way", ["recompute", "replay"])
-def test_a_parameter_that_is_not_in_every_batch_stays_unbiased(way: Any) -> None:
+@pytest.mark.parametrize("mode", ["recompute", "replay"])
+def test_a_parameter_that_is_not_in_every_batch_stays_unbiased(mode: Any) -> None:
     torch.manual_seed(0)
     model = Alternating().double()
     batches = [(torch.randn(4, 3).double(), i % 2 == 0) for i in range(6)]
@@ -192,7 +192,7 @@ def test_a_parameter_that_is_not_in_every_batch_stays_unbiased(way: Any) -> None
     def gradients() -> list[Tensor | None]:
         return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
-    correction = SVRG(way=way).attach(model)
+    correction = SVRG(mode=mode).attach(model)
     correction.refresh(batches, loss_fn)
     with torch.no_grad():
         for p in model.parameters():

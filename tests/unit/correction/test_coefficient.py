@@ -186,7 +186,7 @@ def test_costs_are_those_of_the_passes() -> None:
         (Agent, {"mode": "replay", "step_fraction": 0.5}),
         (Agent, {"mode": "running", "batch_fraction": 0.5}),
         (Agent, {"coefficient": "losses"}),
-        (Agent, {"way": "repeat"}),
+        (Agent, {"mode": "repeat"}),
         (Agent, {"when": "never"}),
         (Agent, {"table": "fp8"}),
         (SVRG, {"value": float("inf")}),

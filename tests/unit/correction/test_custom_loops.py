@@ -70,7 +70,7 @@ def split(model: nn.Module, vector: Any) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["recompute", "replay", "running", "gradient"])
 def test_accumulation_is_the_mean_of_the_micro_batches(name: str) -> None:
     """Three corrected micro-batches of a third each, against their three gradients taken one by one."""
-    options: dict[str, Any] = {"gradient": {"coefficient": "gradient"}}.get(name, {"way": name})
+    options: dict[str, Any] = {"gradient": {"coefficient": "gradient"}}.get(name, {"mode": name})
     batches = make_batches(6)
     results = []
     for accumulate in (True, False):
@@ -184,9 +184,9 @@ def reference_step(model: nn.Module, old: nn.Module, batches: list[Any], i: int,
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("way", ["recompute", "replay"])
+@pytest.mark.parametrize("mode", ["recompute", "replay"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_model_with_everything(way: Any, bf16: bool, frozen: bool) -> None:
+def test_a_model_with_everything(mode: Any, bf16: bool, frozen: bool) -> None:
     torch.manual_seed(0)
     model = Zoo()
     if frozen:
@@ -194,7 +194,7 @@ def test_a_model_with_everything(way: Any, bf16: bool, frozen: bool) -> None:
     batches = [(x, y, bf16) for x, y in make_batches(4, size=8, dtype=torch.float32)]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     SET(sparsity=0.5, every=100).attach(model, optimizer, 1000)
-    correction = SVRG(way=way).attach(model)
+    correction = SVRG(mode=mode).attach(model)
     start = torch.get_rng_state()
     correction.refresh(batches, zoo_loss)
     old = copy.deepcopy(model)
@@ -222,7 +222,7 @@ def test_a_model_with_everything(way: Any, bf16: bool, frozen: bool) -> None:
 @pytest.mark.parametrize("name", ["recompute", "replay", "running", "saga"])
 def test_layers_may_be_frozen_and_thawed_on_the_way(name: str) -> None:
     """What is frozen gets no gradient; what is thawed is corrected from the next refresh on."""
-    estimator = SAGA() if name == "saga" else SVRG(way=name, coefficient="gradient", per_layer=True)  # type: ignore
+    estimator = SAGA() if name == "saga" else SVRG(mode=name, coefficient="gradient", per_layer=True)  # type: ignore
     model, batches = perceptron(), make_batches(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     SET(sparsity=0.5, every=3).attach(model, optimizer, 100)
@@ -248,8 +248,8 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
             yield from zip(x, y, strict=True)
 
 
-@pytest.mark.parametrize("way", ["recompute", "replay", "running"])
-def test_loaders_of_all_kinds(way: Any) -> None:
+@pytest.mark.parametrize("mode", ["recompute", "replay", "running"])
+def test_loaders_of_all_kinds(mode: Any) -> None:
     """A DataLoader of lists, one without length, a generator, single tensors."""
     x, y = (torch.cat(parts) for parts in zip(*make_batches(3), strict=True))
     loaders: list[Any] = [DataLoader(TensorDataset(x, y), batch_size=4), DataLoader(Stream(), batch_size=4)]
@@ -261,7 +261,7 @@ def test_loaders_of_all_kinds(way: Any) -> None:
     ]
     for make in makers:
         model = perceptron()
-        correction = SVRG(way=way).attach(model)
+        correction = SVRG(mode=mode).attach(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         correction.refresh(make(), cross_entropy)
         for batch in make():

@@ -49,13 +49,13 @@ def grown(theta: Array, active: Any, scores: Array, regrow: bool) -> Any:
     return active
 
 
-def made(way: Any, **options: Any) -> tuple[Correction, torch.optim.Optimizer, Topology]:
+def made(mode: Any, **options: Any) -> tuple[Correction, torch.optim.Optimizer, Topology]:
     """The snapshot is three steps behind when the first update comes."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     rigl = RigL(sparsity=0.5, every=4, drop_fraction=DROP, drop_decay="constant", until=1.0, **options)
     topology = rigl.attach(model, optimizer, 40)
-    return SVRG(way=way).attach(model, topology), optimizer, topology
+    return SVRG(mode=mode).attach(model, topology), optimizer, topology
 
 
 def dense_pair(correction: Correction, old: Array, batches: list[Batch], step: int) -> tuple[Array, Array]:
@@ -79,9 +79,9 @@ def to_the_update(correction: Correction, optimizer: torch.optim.Optimizer) -> A
 
 
 @pytest.mark.parametrize("regrow", [False, True])
-@pytest.mark.parametrize("way", ["recompute", "replay", "running"])
+@pytest.mark.parametrize("mode", ["recompute", "replay", "running"])
 @pytest.mark.parametrize("growth", ["batch", "corrected"])
-def test_growth_looks_at_the_gradient_it_is_told_to(growth: Any, way: Any, regrow: bool) -> None:
+def test_growth_looks_at_the_gradient_it_is_told_to(growth: Any, mode: Any, regrow: bool) -> None:
     correction, optimizer, topology = made(way, growth=growth, regrow=regrow)
     old = to_the_update(correction, optimizer)
     theta, active = vector_of(correction.model), active_of(correction.model, topology)

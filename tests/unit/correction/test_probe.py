@@ -47,10 +47,10 @@ def moments(old: Array, now: Array, batches: list[Batch]) -> tuple[float, float,
     return tuple(float((centred[i] * centred[j]).sum()) for i, j in ((0, 0), (1, 1), (0, 1)))  # type: ignore
 
 
-@pytest.mark.parametrize("way", ["recompute", "replay", "running"])
+@pytest.mark.parametrize("mode", ["recompute", "replay", "running"])
 @pytest.mark.parametrize(("by", "pays"), [(0.02, True), (3.0, False)])
-def test_near_weights_pay_and_far_ones_do_not(by: float, pays: bool, way: Any) -> None:
-    estimator = SVRG(coefficient="gradient", when="pays", probe=6, way=way)
+def test_near_weights_pay_and_far_ones_do_not(by: float, pays: bool, mode: Any) -> None:
+    estimator = SVRG(coefficient="gradient", when="pays", probe=6, mode=mode)
     correction, old, now = displaced(estimator, by, make_batches(10))
     new, before, covariance = moments(old, now, make_batches(10)[:6])
     c = min(max(covariance / before, 0), 1)
@@ -82,9 +82,9 @@ def test_svrg_far_away_would_make_it_worse() -> None:
 
 def test_the_loss_coefficient_is_smoothed_once_a_refresh() -> None:
     """From the losses of the probe, and its weight with γ is the one that is judged."""
-    for way in ("recompute", "replay", "running"):
+    for mode in ("recompute", "replay", "running"):
         batches = make_batches(10)
-        correction, old, now = displaced(Agent(gamma=1.0, when="pays", probe=6, way=way), 0.1, batches)
+        correction, old, now = displaced(Agent(gamma=1.0, when="pays", probe=6, mode=mode), 0.1, batches)
         losses = [np.array([loss_and_gradient(at, b)[0] for b in batches[:6]]) for at in (now, old)]
         found = np.cov(losses[0], losses[1])
         c = 0.3 * min(max(found[0, 1] / found[1, 1], 0), 1)

@@ -134,11 +134,11 @@ def test_a_fraction_of_the_batches_stands_for_all(coefficient: str, monkeypatch:
 
 def test_replay_and_recompute_give_the_same_gradients() -> None:
     runs = []
-    for way in ("recompute", "replay"):
+    for mode in ("recompute", "replay"):
         model = perceptron()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         topology = SET(sparsity=0.5, every=4).attach(model, optimizer, 40)
-        correction = Agent(gamma=0.9, way=way, loss_share=1.0).attach(model, topology)
+        correction = Agent(gamma=0.9, mode=mode, loss_share=1.0).attach(model, topology)
         found = []
         for _ in range(4):
             correction.refresh(make_batches(), cross_entropy)
@@ -188,12 +188,12 @@ def test_refreshing_every_few_steps() -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("way", ["recompute", "replay"])
-def test_losses_are_compared_on_a_share_of_the_batches(way: str) -> None:
+@pytest.mark.parametrize("mode", ["recompute", "replay"])
+def test_losses_are_compared_on_a_share_of_the_batches(mode: str) -> None:
     """The paper's full comparison with recompute, a tenth with replay, and never fewer than eight."""
     model = perceptron()
     for count, expected in ((40, {"recompute": 40, "replay": 8}), (200, {"recompute": 200, "replay": 20})):
-        correction = Agent(way=way).attach(model)  # type: ignore[arg-type]
+        correction = Agent(mode=mode).attach(model)  # type: ignore[arg-type]
         batches = make_batches(count)
         correction.refresh(batches, cross_entropy)
         assert correction.passes == {"forward": count, "backward": count}, "there is nothing to compare with yet"
@@ -201,7 +201,7 @@ def test_losses_are_compared_on_a_share_of_the_batches(way: str) -> None:
         with torch.no_grad():
             model.last.weight.mul_(0.9)
         correction.refresh(batches, cross_entropy)
-        assert correction.passes == {"forward": 2 * count + expected[way], "backward": 2 * count}
+        assert correction.passes == {"forward": 2 * count + expected[mode], "backward": 2 * count}
         assert 0 < correction.report()["c_hat"] <= 1
 
 

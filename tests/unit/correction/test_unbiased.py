@@ -100,13 +100,13 @@ def autograd_gradients(model: nn.Module, batches: list[Batch], active: Mask | fl
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("way", ["recompute", "replay"])
+@pytest.mark.parametrize("mode", ["recompute", "replay"])
 @settings(max_examples=15, deadline=None)
 @given(c=COEFFICIENTS)
-def test_the_mean_over_an_epoch_is_the_full_gradient(way: Any, algorithm: str, c: float) -> None:
+def test_the_mean_over_an_epoch_is_the_full_gradient(mode: Any, algorithm: str, c: float) -> None:
     batches = make_batches(6)
     model = perceptron()
-    correction, topology = apart(SVRG(value=c, way=way), algorithm, model, batches)
+    correction, topology = apart(SVRG(value=c, mode=mode), algorithm, model, batches)
     found = corrected_gradients(correction, batches)
     plain = np.array([gradient(vector_of(model), b) for b in batches]) * active_of(model, topology)
     np.testing.assert_allclose(found.mean(0), plain.mean(0), rtol=0, atol=1e-13 * (1 + abs(c)))
@@ -115,15 +115,15 @@ def test_the_mean_over_an_epoch_is_the_full_gradient(way: Any, algorithm: str, c
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("way", ["recompute", "replay"])
+@pytest.mark.parametrize("mode", ["recompute", "replay"])
 @settings(max_examples=5, deadline=None)
 @given(c=COEFFICIENTS)
-def test_pairs_are_exact_with_batch_statistics(way: Any, algorithm: str, c: float) -> None:
+def test_pairs_are_exact_with_batch_statistics(mode: Any, algorithm: str, c: float) -> None:
     """BatchNorm in train mode makes a gradient that of its batch and no other; both passes see the same batch."""
     batches = make_batches(6, size=8)
     model = normed()
     model.drop.p = 0.0
-    correction, topology = apart(SVRG(value=c, way=way), algorithm, model, batches)
+    correction, topology = apart(SVRG(value=c, mode=mode), algorithm, model, batches)
     found = corrected_gradients(correction, batches)
     plain = autograd_gradients(model, batches, active_of(model, topology))
     np.testing.assert_allclose(found.mean(0), plain.mean(0), rtol=0, atol=1e-12 * (1 + abs(c)))
@@ -132,9 +132,9 @@ def test_pairs_are_exact_with_batch_statistics(way: Any, algorithm: str, c: floa
 def test_dropout_masks_are_the_same_in_both_passes() -> None:
     """With the weights of the snapshot, g_old equals g_new mask for mask, and SVRG leaves g̃ at every step."""
     batches = make_batches(6, size=8)
-    for way in ("recompute", "replay"):
+    for mode in ("recompute", "replay"):
         model = normed()
-        correction = SVRG(way=way).attach(model)
+        correction = SVRG(mode=mode).attach(model)
         torch.manual_seed(5)
         correction.refresh(batches, cross_entropy)
         found = corrected_gradients(correction, batches)
@@ -258,26 +258,26 @@ def variances(
     )
 
 
-@pytest.mark.parametrize("way", ["recompute", "replay"])
-def test_variance_is_the_parabola(way: Any) -> None:
+@pytest.mark.parametrize("mode", ["recompute", "replay"])
+def test_variance_is_the_parabola(mode: Any) -> None:
     batches = make_batches(8)
     old = vector_of(perceptron())
     for c in (-0.5, 0.0, 0.3, 0.7, 1.0, 1.6):
         model = perceptron()
-        correction, _ = apart(SVRG(value=c, way=way), "none", model, batches)
+        correction, _ = apart(SVRG(value=c, mode=mode), "none", model, batches)
         found = corrected_gradients(correction, batches)
         measured = ((found - found.mean(0)) ** 2).sum(1).mean()
         new, before, covariance = variances(vector_of(model), old, batches)
         assert measured == pytest.approx(new + c**2 * before - 2 * c * covariance, rel=1e-10)
 
 
-@pytest.mark.parametrize("way", ["recompute", "replay"])
+@pytest.mark.parametrize("mode", ["recompute", "replay"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_gradient_coefficient_sits_at_the_minimum(algorithm: str, way: Any) -> None:
+def test_the_gradient_coefficient_sits_at_the_minimum(algorithm: str, mode: Any) -> None:
     """After all batches at the same weights, averaged evenly, c is the parabola's minimum at corrected places."""
     batches = make_batches(8)
     model = perceptron()
-    estimator = SVRG(coefficient="gradient", way=way, memory=1 - 1e-9, clamp=False)
+    estimator = SVRG(coefficient="gradient", mode=mode, memory=1 - 1e-9, clamp=False)
     correction, topology = apart(estimator, algorithm, model, batches)
     corrected_gradients(correction, batches)
     then, masks = perceptron(), None  # made anew: what the snapshot was taken of

@@ -89,10 +89,10 @@ def test_every_correction_trains(correction: str, name: str) -> None:
     assert (made.history[-1]["passes"] == own) == (correction in ("sgd", "saga"))
 
 
-@pytest.mark.parametrize("way", ["recompute", "replay", "running"])
+@pytest.mark.parametrize("mode", ["recompute", "replay", "running"])
 @pytest.mark.parametrize("coefficient", ["loss", "gradient", "fixed", "linear"])
-def test_agent_trains_in_every_way_with_every_coefficient(way: str, coefficient: str) -> None:
-    made = trainer(correction={"name": "agent", "way": way, "coefficient": coefficient}, epochs=3)
+def test_agent_trains_in_every_way_with_every_coefficient(mode: str, coefficient: str) -> None:
+    made = trainer(correction={"name": "agent", "mode": way, "coefficient": coefficient}, epochs=3)
     made.run()
     assert made.history[-1]["correction"]["corrected_steps"] > 0
     assert made.history[-1]["train_loss"] < made.history[0]["train_loss"]
