@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.storage.layer import Layer
+from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology import Topology
 
 
@@ -145,7 +145,7 @@ class Coordinates:
         self._measure()
 
 
-def _places(layer: Layer) -> Tensor:
+def _places(layer: SparseWeight) -> Tensor:
     return (
         layer.mask().reshape(-1).nonzero().squeeze(1).to(torch.int32) if layer.index is None else layer.index.clone()
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ from equipoise.kernels.taps import ConvShape, Pattern
 
 IDENTITY, FIXED, BATCH = range(3)
 MAPS = frozenset(field[0] for field in Norm._fields_ if field[1] is Map)
-Watcher = Callable[[Tensor], None]
 
 
 def conv(
@@ -31,15 +29,14 @@ def conv(
     pattern: Pattern,
     border: Border = NO_BORDER,
     relu: bool = False,
-    watcher: Watcher | None = None,
+    probe: Tensor | None = None,
 ) -> Blocked:
     """Sparse convolution; `border` is what the next layer wants around the result. ReLU for inference only.
 
-    watcher: is shown the gradient of all places of the weight in the backward pass.
+    probe: a tensor in the shape of the dense weight, whose gradient is that of all weights, active or not.
     """
     size = (x.data.shape[2], x.data.shape[3])
-    watch = None if watcher is None else (watcher, x.images)
-    y = _Conv.apply(x.data, values, bias, pattern, border, relu, x.grad_border, watch)
+    y = _Conv.apply(x.data, values, bias, probe, pattern, border, relu, x.grad_border, x.images)
     return x.with_data(y, pattern.shape.grad_border(size))
 
 
@@ -112,11 +109,12 @@ class _Conv(torch.autograd.Function):
         x: Tensor,
         values: Tensor,
         bias: Tensor | None,
+        probe: Tensor | None,
         pattern: Pattern,
         border: Border,
         relu: bool,
         grad_border: Border,
-        watch: tuple[Watcher, int] | None,
+        images: int,
     ) -> Tensor:
         shape, taps = pattern.shape, pattern.forward
         shape.check_channels(x.shape[1])
@@ -134,22 +132,22 @@ class _Conv(torch.autograd.Function):
             kernels.threads(),
         )
         ctx.save_for_backward(x, values)
-        ctx.pattern, ctx.has_bias, ctx.grad_border, ctx.watch = pattern, bias is not None, grad_border, watch
+        ctx.pattern, ctx.has_bias, ctx.grad_border, ctx.images = pattern, bias is not None, grad_border, images
+        ctx.probe_shape = None if probe is None else probe.shape
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, values = ctx.saved_tensors
-        dx = dvalues = dbias = None
+        dx = dvalues = dbias = dprobe = None
         if ctx.needs_input_grad[0]:
             dx = _input_grad(dy, values, ctx.pattern, x.shape, ctx.grad_border)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             dvalues, dbias = _weight_grad(x, dy, values, ctx.pattern, ctx.has_bias)
-            if ctx.watch is not None:
-                watcher, images = ctx.watch
-                watcher(_dense_weight_grad(x, dy, images, ctx.pattern.shape))
-        return dx, dvalues, dbias, None, None, None, None, None
+        if ctx.needs_input_grad[3]:
+            dprobe = _dense_weight_grad(x, dy, ctx.images, ctx.pattern.shape).view(ctx.probe_shape)
+        return dx, dvalues, dbias, dprobe, None, None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -69,14 +69,16 @@ def describe(model: nn.Module) -> dict[str, str]:
     return {name: layer.how() for name, layer in model.named_modules() if isinstance(layer, PackedLayer)}
 
 
-def pack_layer(model: nn.Module, name: str, mask: Tensor) -> PackedLayer:
+def pack_layer(
+    model: nn.Module, name: str, mask: Tensor, final: int | None = None, memory: Tensor | None = None
+) -> PackedLayer:
     path, _, leaf = name.rpartition(".")
     parent_path, _, attribute = path.rpartition(".")
     try:
         layer = model.get_submodule(path)
     except AttributeError:
         raise UserError(f'the model has no layer for the mask "{name}"') from None
-    replacement = packed(layer, mask) if leaf == "weight" else None
+    replacement = packed(layer, mask, final, memory) if leaf == "weight" else None
     if replacement is None:
         raise UserError(
             f'cannot pack "{name}" of a {type(layer).__name__}: packed are the weights of Linear, Conv1d and Conv2d '
