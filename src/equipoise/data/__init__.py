@@ -8,12 +8,12 @@ from pathlib import Path
 from equipoise.catalogue import Catalogue
 from equipoise.data.augment import Augment
 from equipoise.data.cifar import read_cifar10, read_cifar100
+from equipoise.data.dataset import Folder, Images, Splits, Statistics, statistics
 from equipoise.data.digits import read_digits
 from equipoise.data.folder_loader import FolderLoader
+from equipoise.data.image_files import ResizedCrop
 from equipoise.data.image_folder import read_folder, read_imagenet
-from equipoise.data.images import Folder, Images, Splits, Statistics, statistics
 from equipoise.data.loader import Loader
-from equipoise.data.pictures import ResizedCrop
 from equipoise.data.svhn import read_svhn
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from equipoise.data.dataset_files import Source
-from equipoise.data.images import Images, Splits
+from equipoise.data.dataset import Images, Splits
+from equipoise.data.dataset_source import Source
 from equipoise.data.plain_pickle import read_plain_pickle
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from equipoise.data.images import Images, Splits, statistics
+from equipoise.data.dataset import Images, Splits, statistics
 
 TEST_IMAGES = 360
 

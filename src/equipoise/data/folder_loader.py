@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from equipoise.data.checks import require_whole
-from equipoise.data.images import Folder
+from equipoise.data.dataset import Folder
+from equipoise.data.epoch_order import Order
+from equipoise.data.image_files import ResizedCrop, centre_box, cut, decode
 from equipoise.data.loader import unit
-from equipoise.data.order import Order
-from equipoise.data.pictures import ResizedCrop, centre_box, cut, decode
 from equipoise.errors import UserError
 from equipoise.seeds import derive
 

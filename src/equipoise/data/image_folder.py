@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from equipoise.data.dataset_files import Source
-from equipoise.data.images import Folder, Images, Splits, Statistics, statistics
-from equipoise.data.pictures import centre_box, cut, decode
+from equipoise.data.dataset import Folder, Images, Splits, Statistics, statistics
+from equipoise.data.dataset_source import Source
+from equipoise.data.image_files import centre_box, cut, decode
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 IMAGENET = Source("ImageNet", "https://www.image-net.org (ILSVRC 2012, validation images sorted into class folders)")

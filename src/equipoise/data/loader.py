@@ -10,8 +10,8 @@ from torch import Tensor
 
 from equipoise.data.augment import Augment, Moves, move
 from equipoise.data.checks import require_whole
-from equipoise.data.images import Images
-from equipoise.data.order import Order, Plan
+from equipoise.data.dataset import Images
+from equipoise.data.epoch_order import Order, Plan
 
 KEPT_EPOCHS = 2  # the current epoch, and another one that is replayed or looked ahead to
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from equipoise.data.dataset_files import Source
-from equipoise.data.images import Images, Splits
+from equipoise.data.dataset import Images, Splits
+from equipoise.data.dataset_source import Source
 
 SOURCE = Source("SVHN", "http://ufldl.stanford.edu/housenumbers (format 2, cropped digits)")
 MEAN = (0.4377, 0.4438, 0.4728)

@@ -12,9 +12,9 @@ from torch import nn
 from equipoise.catalogue import Catalogue
 from equipoise.models.normalize import Normalize
 from equipoise.models.resnet import ResNet, resnet18, resnet34, resnet50
-from equipoise.models.small import mlp, small
+from equipoise.models.small_networks import mlp, small
 from equipoise.models.vgg import vgg16, vgg_c
-from equipoise.models.wrn import WideResNet, wrn_28_4
+from equipoise.models.wide_resnet import WideResNet, wrn_28_4
 
 MODELS: Catalogue[Callable[..., nn.Module]] = Catalogue(
     "model",

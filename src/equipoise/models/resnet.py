@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.models import bsr
+from equipoise.models import bsr_initialisation as bsr
 from equipoise.models.normalize import Normalize
 from equipoise.models.options import whole_numbers
 

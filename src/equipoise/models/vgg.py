@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.models import bsr
+from equipoise.models import bsr_initialisation as bsr
 from equipoise.models.normalize import Normalize
 from equipoise.models.options import whole_numbers
 

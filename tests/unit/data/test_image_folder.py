@@ -12,7 +12,7 @@ from PIL import Image
 
 import equipoise.data as data
 from equipoise.data.folder_loader import FolderLoader
-from equipoise.data.pictures import ResizedCrop, centre_box, cut, decode
+from equipoise.data.image_files import ResizedCrop, centre_box, cut, decode
 from equipoise.errors import UserError
 
 CLASSES = ("ant", "bee", "cat")

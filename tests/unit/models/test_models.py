@@ -18,7 +18,7 @@ from equipoise import models
 from equipoise.errors import UserError
 from equipoise.models import MODELS, Normalize, WideResNet
 from equipoise.models.resnet import BasicBlock, Bottleneck
-from equipoise.models.wrn import WideBlock
+from equipoise.models.wide_resnet import WideBlock
 
 NAMES = ["small", "mlp", "vgg16", "vgg_c", "resnet18", "resnet34", "resnet50", "wrn_28_4"]
 NARROW: dict[str, dict[str, Any]] = {name: {"width": 8} for name in ("resnet18", "resnet34", "resnet50")}
