@@ -1,6 +1,7 @@
-"""Networks of the paper's experiments and two small ones, by name.
+"""The networks of the paper's experiments and two small ones, by name.
 
-Every model takes `classes` and `channels`, returns logits, and normalises its input first (`normalize`).
+Every model takes `classes` and `channels`, expects pixels in [0, 1], normalises them in its first layer
+(`normalize`) and returns logits.
 """
 
 from __future__ import annotations
