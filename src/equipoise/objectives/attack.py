@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
-from equipoise.objectives.ball import NORMS, Ball, per_image
+from equipoise.objectives.norm_ball import NORMS, Ball, per_image
 
 NORMAL_START = 0.001  # standard deviation, in pixels of [0, 1]; Zhang et al. 2019
 

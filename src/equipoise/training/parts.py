@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from equipoise.config import parameters_of
 from equipoise.correction import Correction, Estimator
 from equipoise.data import Folder, FolderLoader, Images, Loader, ResizedCrop, Splits, load
-from equipoise.data.order import Order
+from equipoise.data.epoch_order import Order
 from equipoise.errors import UserError
 from equipoise.kernels import library as kernels
 from equipoise.models import MODELS, Normalize

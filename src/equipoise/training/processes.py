@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from equipoise.correction.containers import copied
 from equipoise.errors import UserError
 from equipoise.objectives import Objective
-from equipoise.objectives.ball import SharedGenerator
+from equipoise.objectives.norm_ball import SharedGenerator
 from equipoise.world import ALONE, World
 
 OWN = ("meter", "random")  # what each process has of its own, beside shares of the correction's state

@@ -18,7 +18,7 @@ from equipoise import models
 from equipoise.errors import UserError
 from equipoise.models import MODELS, Normalize, WideResNet
 from equipoise.models.resnet import BasicBlock, Bottleneck
-from equipoise.models.wrn import WideBlock
+from equipoise.models.wide_resnet import WideBlock
 
 NAMES = ["small", "mlp", "vgg16", "vgg_c", "resnet18", "resnet34", "resnet50", "wrn_28_4"]
 NARROW: dict[str, dict[str, Any]] = {name: {"width": 8} for name in ("resnet18", "resnet34", "resnet50")}
@@ -338,8 +338,8 @@ def test_normalize_starts_as_the_identity() -> None:
     [
         ([0.5], [0.5, 0.5, 0.5], "mean has 1 numbers; .* 3 channels"),
         ([0.5, 0.5, 0.5], [0.5, 0.5], "std has 2 numbers; .* 3 channels"),
-        ([0.5, 0.5, 0.5], [0.5, 0.0, 0.5], "std is .* above 0"),
-        ([0.5, math.nan, 0.5], [0.5, 0.5, 0.5], "mean is .* finite"),
+        ([0.5, 0.5, 0.5], [0.5, 0.0, 0.5], "std=.* above 0"),
+        ([0.5, math.nan, 0.5], [0.5, 0.5, 0.5], "mean=.* finite"),
     ],
 )
 def test_normalize_refuses_what_cannot_be(mean: list[float], std: list[float], message: str) -> None:
@@ -355,15 +355,15 @@ def test_normalize_refuses_what_cannot_be(mean: list[float], std: list[float], m
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("resnet18", {"stem": "mnist"}, 'stem is "mnist"; it must be "cifar" or "imagenet"'),
-        ("resnet50", {"width": 0}, "width is 0"),
-        ("resnet34", {"classes": 2.5}, "classes is 2.5"),
-        ("wrn_28_4", {"channels": True}, "channels is True"),
-        ("vgg16", {"size": 15}, "size is 15, too small"),
-        ("vgg_c", {"size": 3}, "size is 3, too small"),
-        ("vgg_c", {"classes": 0}, "classes is 0"),
-        ("small", {"size": 3}, "size is 3; .* at least 4"),
-        ("mlp", {"hidden": -1}, "hidden is -1"),
+        ("resnet18", {"stem": "mnist"}, 'stem="mnist" must be "cifar" or "imagenet"'),
+        ("resnet50", {"width": 0}, "width=0"),
+        ("resnet34", {"classes": 2.5}, "classes=2.5"),
+        ("wrn_28_4", {"channels": True}, "channels=True"),
+        ("vgg16", {"size": 15}, "size=15 is too small"),
+        ("vgg_c", {"size": 3}, "size=3 is too small"),
+        ("vgg_c", {"classes": 0}, "classes=0"),
+        ("small", {"size": 3}, "size=3 .* at least 4"),
+        ("mlp", {"hidden": -1}, "hidden=-1"),
     ],
 )
 def test_wrong_options_are_told(name: str, options: dict[str, Any], message: str) -> None:
@@ -373,7 +373,7 @@ def test_wrong_options_are_told(name: str, options: dict[str, Any], message: str
 
 @pytest.mark.parametrize("depth", [4, 12, 27])
 def test_wide_resnet_refuses_an_impossible_depth(depth: int) -> None:
-    with pytest.raises(UserError, match=f"depth is {depth}; .* 6n \\+ 4"):
+    with pytest.raises(UserError, match=f"depth={depth} .* 6n \\+ 4"):
         WideResNet(depth, 2)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.objectives.attack import PGD, fgsm
-from equipoise.objectives.ball import L2Ball, LinfBall
+from equipoise.objectives.norm_ball import L2Ball, LinfBall
 
 
 def convnet(dtype: torch.dtype = torch.float64, classes: int = 5, seed: int = 0) -> nn.Module:

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from equipoise.errors import UserError
 from equipoise.objectives import ATTACKS, PGD, GradientMaskingWarning, RobustResult, autoattack, robust_accuracy
-from equipoise.objectives.ball import NORMS
 from equipoise.objectives.gradient_masking import masking_caution
+from equipoise.objectives.norm_ball import NORMS
 
 
 def seeded(seed: int = 0) -> torch.Generator:

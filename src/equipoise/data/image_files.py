@@ -1,4 +1,4 @@
-"""One image file: decode it, and cut the square out of it that the network sees."""
+"""Decode an image file and crop it to the square that the network sees."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 @dataclass(frozen=True)
 class ResizedCrop:
-    """A random part of the picture resized to a square, then flipped half of the time (Szegedy et al., 2015).
+    """Random part of the image, resized to a square and flipped half of the time (Szegedy et al., 2015).
 
-    The part covers `scale` of the area with an aspect ratio within `ratio`.
+    Args:
+        scale: Range of the part's area, as a fraction of the image's area.
+        ratio: Range of the part's aspect ratio.
+        flip: Whether to flip.
     """
 
     scale: tuple[float, float] = (0.08, 1.0)
@@ -39,7 +42,7 @@ class ResizedCrop:
             raise UserError(f"ratio={self.ratio!r} must be two aspect ratios, such as (0.75, 1.33)")
 
     def box(self, width: int, height: int, rng: Random) -> Box:
-        """A part that fits; after ten misses (a very long picture) the largest centred one of a fair ratio."""
+        """Draw a part that fits; after ten misses (a very long image), the largest centred part within `ratio`."""
         for _ in range(10):
             area = width * height * rng.uniform(*self.scale)
             ratio = math.exp(rng.uniform(*map(math.log, self.ratio)))
@@ -52,34 +55,36 @@ class ResizedCrop:
 
 
 def centre_box(width: int, height: int, zoom: float) -> Box:
-    """The centred square whose side is `zoom` of the shorter side."""
+    """The centred square whose side is `zoom` times the shorter side."""
     side = zoom * min(width, height)
     return _centred(width, height, side, side)
 
 
 def decode(path: Path) -> Image:
-    """The picture in a file, as RGB; 16-bit grey is scaled down to 8."""
+    """Read an image file as RGB; 16-bit grey is reduced to 8 bits."""
     from PIL import Image
 
     try:
-        with Image.open(path) as picture:
-            if picture.mode in ("I", "F"):
-                raise ValueError(f"mode {picture.mode}, 32 bits a pixel of no known range; save it with 8 or 16")
-            if picture.mode.startswith("I;16"):  # which `convert` would cut off at 255
-                return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
-            return picture.convert("RGB")
+        with Image.open(path) as image:
+            if image.mode in ("I", "F"):
+                raise ValueError(f"mode {image.mode}, 32 bits per pixel of unknown range; save it with 8 or 16")
+            if image.mode.startswith("I;16"):  # `convert` would clip it at 255
+                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+            return image.convert("RGB")
     except FileNotFoundError:
-        raise UserError(f"image folder: no {path.name} in {path.parent.absolute()}; it was there before") from None
-    except Exception as error:  # a damaged file makes the decoders raise almost anything
+        raise UserError(
+            f"image folder: no {path.name} in {path.parent.absolute()}; it was deleted after listing"
+        ) from None
+    except Exception as error:  # decoders raise almost anything on a damaged file
         why = " ".join(f"{type(error).__name__}: {str(error)[:120]}".split())
         raise UserError(f"image folder: {path.absolute()} cannot be read as an image ({why})") from None
 
 
-def cut(picture: Image, box: Box, size: int, flip: bool = False) -> Tensor:
-    """The part of the picture in `box` as uint8 [3, size, size], by bilinear filtering."""
+def crop(image: Image, box: Box, size: int, flip: bool = False) -> Tensor:
+    """The part of the image in `box`, resized by bilinear filtering to uint8 [3, size, size]."""
     from PIL.Image import Resampling
 
-    pixels = np.array(picture.resize((size, size), Resampling.BILINEAR, box=box))
+    pixels = np.array(image.resize((size, size), Resampling.BILINEAR, box=box))
     if flip:
         pixels = pixels[:, ::-1]
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))

@@ -1,4 +1,4 @@
-"""Where a dataset's files come from, and the one line that says so when one is missing or damaged."""
+"""The origin of a dataset's files, and one-line errors for missing or damaged ones."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from equipoise.errors import UserError
 
 
 @dataclass(frozen=True)
-class Source:
-    """A dataset's name and where its files come from, as they stand in error messages."""
+class DatasetSource:
+    """A dataset's name and the origin of its files, as quoted in error messages."""
 
     name: str
     origin: str
 
     def require(self, paths: Iterable[Path]) -> None:
-        """Raise for the first of `paths` that is not a file; done before the slow reading starts."""
+        """Raise for the first path that is not a file; call it before slow reading starts."""
         for path in paths:
-            if not os.path.isfile(path):  # unlike Path.is_file, False for every path that cannot be
+            if not os.path.isfile(path):  # unlike Path.is_file, False for every invalid path
                 raise self.missing(path)
 
     def missing(self, path: Path) -> UserError:
-        """The error for a file or folder that is not there."""
+        """Error for a missing file or folder."""
         return _one_line(f"{self.name}: no {path.name} in {path.parent.absolute()}; it comes from {self.origin}")
 
     def damaged(self, path: Path, why: str) -> UserError:
-        """The error for a file or folder that is there and is not what it should be."""
+        """Error for a file or folder with unexpected content."""
         return _one_line(
-            f"{self.name}: {path.name} in {path.parent.absolute()} {why}; a good one comes from {self.origin}"
+            f"{self.name}: {path.name} in {path.parent.absolute()} {why}; a good copy comes from {self.origin}"
         )
 
     def unreadable(self, path: Path, kind: str, error: Exception) -> UserError:
-        """The error for a file whose reader failed with `error`."""
+        """Error for a file whose reader raised `error`."""
         return self.damaged(path, f"cannot be read as {kind} ({type(error).__name__}: {str(error)[:120]})")
 
     def labels(self, path: Path, values: Tensor, images: int, classes: int, first: int = 0) -> Tensor:
-        """`values` as int64, once each image has one, and it is one of `classes` labels counted from `first`."""
+        """Check that there is one label per image, in `first`..`first + classes - 1`; return them as int64."""
         if values.shape != (images,):
             raise self.damaged(path, f"holds {images} images and {values.numel()} labels")
         if images == 0:

@@ -1,4 +1,4 @@
-"""What a dataset is: images in memory or in a folder, and their splits."""
+"""Datasets: images in memory or in a folder, their splits and channel statistics."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.data.checks import require_whole
+from equipoise.checks import require_whole
 from equipoise.errors import UserError
 from equipoise.seeds import generator
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """A dataset in memory: `images` uint8 [N, C, H, W] and `labels` int64 [N]."""
+    """A dataset in memory.
+
+    Args:
+        images: uint8 [N, C, H, W].
+        labels: int64 [N].
+    """
 
     images: Tensor
     labels: Tensor
@@ -33,19 +38,22 @@ class Images:
         return len(self.labels)
 
     def subset(self, chosen: Tensor) -> Images:
-        """The images with these numbers, in this order."""
+        """The images with the given indices, in that order."""
         return Images(self.images[chosen], self.labels[chosen])
 
     def to(self, device: str | torch.device) -> Images:
-        """The same images on `device`; nothing is copied when they are there already."""
+        """The same images on `device`; they are not copied if they are there already."""
         return Images(self.images.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """A dataset of image files: `names` below `root`, and `labels` int64 [N].
+    """A dataset of image files.
 
-    The names are one numpy array rather than a list, so that worker processes share its memory.
+    Args:
+        root: Folder that the names are relative to.
+        names: File names, in one numpy array so that worker processes share its memory.
+        labels: int64 [N].
     """
 
     root: Path
@@ -56,13 +64,22 @@ class Folder:
         return len(self.labels)
 
     def subset(self, chosen: Tensor) -> Folder:
-        """The files with these numbers, in this order."""
+        """The files with the given indices, in that order."""
         return Folder(self.root, self.names[chosen.numpy()], self.labels[chosen])
 
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The parts of a dataset, the names of its classes, and the channel statistics of its training images."""
+    """The splits of a dataset.
+
+    Args:
+        train: Training images.
+        validation: Validation images; `None` if the dataset has none.
+        test: Test images.
+        classes: Class names, by label.
+        mean: Channel means of the training images, of pixels in [0, 1].
+        std: Channel standard deviations.
+    """
 
     train: Images | Folder
     validation: Images | Folder | None
@@ -72,15 +89,15 @@ class Splits:
     std: tuple[float, ...]
 
     def hold_out(self, count: int, seed: int) -> Splits:
-        """The same splits with `count` training images, chosen by `seed`, held out for validation."""
-        require_whole("validation", count, 1)
+        """Move `count` training images, selected by `seed`, to the validation split."""
+        require_whole(validation=count)
         if self.validation is not None:
-            raise UserError(f"validation={count}: the data has validation images of its own; leave it out")
+            raise UserError(f"validation={count}: the dataset has a validation split already; remove this option")
         total = len(self.train)
         if count >= total:
-            raise UserError(f"validation={count} leaves none of the {total} training images to train on")
+            raise UserError(f"validation={count} leaves none of the {total} training images")
         order = torch.randperm(total, generator=generator(seed, "validation"))
-        # Sorted: the split says which images, not in which order.
+        # Sorted, so that the split does not change the order of the images.
         held_out, kept = order[:count].sort().values, order[count:].sort().values
         return replace(self, train=self.train.subset(kept), validation=self.train.subset(held_out))
 
@@ -93,12 +110,12 @@ class Statistics(NamedTuple):
 
 
 def statistics(images: Images) -> Statistics:
-    """Mean and (population) standard deviation of each channel over all pixels, scaled to [0, 1]."""
+    """Channel statistics over all pixels, scaled to [0, 1]; the standard deviation is that of the population."""
     if len(images) == 0:
-        raise UserError("no images to take the mean and standard deviation of")
+        raise UserError("channel statistics need at least one image")
     channels = images.images.shape[1]
     total = torch.zeros(2, channels, dtype=torch.float64)
-    for chunk in images.images.split(1024):  # in chunks: int32 pixels take four times the room
+    for chunk in images.images.split(1024):  # in chunks: int32 pixels take four times the memory
         pixels = chunk.to(torch.int32)
         total += torch.stack([(pixels**power).sum(dim=(0, 2, 3)) for power in (1, 2)]).cpu()
     mean, square = total / (images.images.numel() // channels)

@@ -1,11 +1,11 @@
-"""Networks small enough to train in seconds on a laptop: for the embedded digits, demos and tests."""
+"""Networks that train in seconds on a laptop, for the built-in digits, demos and tests."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+from equipoise.checks import require_whole
 from equipoise.models.normalize import Normalize
-from equipoise.models.options import whole_numbers
 
 
 class Small(nn.Module):
@@ -13,8 +13,8 @@ class Small(nn.Module):
 
     def __init__(self, classes: int = 10, channels: int = 1, size: int = 8) -> None:
         super().__init__()
-        whole_numbers(classes=classes, channels=channels)
-        whole_numbers(least=4, size=size)
+        require_whole(classes=classes, channels=channels)
+        require_whole(least=4, size=size)
         self.normalize = Normalize(channels)
         self.features = nn.Sequential(
             *_conv(channels, 32),
@@ -34,7 +34,7 @@ class MLP(nn.Module):
 
     def __init__(self, classes: int = 10, channels: int = 1, size: int = 8, hidden: int = 256) -> None:
         super().__init__()
-        whole_numbers(classes=classes, channels=channels, size=size, hidden=hidden)
+        require_whole(classes=classes, channels=channels, size=size, hidden=hidden)
         self.normalize = Normalize(channels)
         self.layers = nn.Sequential(
             *(nn.Linear(channels * size**2, hidden), nn.ReLU(inplace=True)),
@@ -50,8 +50,12 @@ def small(classes: int = 10, channels: int = 1, size: int = 8) -> Small:
     """Small convolutional net for the 8x8 digits: 98k prunable weights.
 
     Three 3x3 convolutions without bias (32, 64, 128 channels), each with BatchNorm and ReLU; a max-pool
-    after the first and the third; a linear layer. torch's default initialisation. `size` is the side of
-    the input.
+    after the first and the third; a linear layer. torch's default initialisation.
+
+    Args:
+        classes: Number of classes.
+        channels: Number of input channels.
+        size: Side of the input in pixels.
     """
     return Small(classes, channels, size)
 
@@ -59,8 +63,13 @@ def small(classes: int = 10, channels: int = 1, size: int = 8) -> Small:
 def mlp(classes: int = 10, channels: int = 1, size: int = 8, hidden: int = 256) -> MLP:
     """Perceptron with two hidden layers, for the 8x8 digits: 84k prunable weights.
 
-    Linear layers with bias and ReLU, no norm. torch's default initialisation. `size` is the side of the
-    input, `hidden` the width of both hidden layers.
+    Linear layers with bias and ReLU, no normalisation layers. torch's default initialisation.
+
+    Args:
+        classes: Number of classes.
+        channels: Number of input channels.
+        size: Side of the input in pixels.
+        hidden: Width of both hidden layers.
     """
     return MLP(classes, channels, size, hidden)
 
