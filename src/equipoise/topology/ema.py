@@ -33,7 +33,7 @@ class EMA:
         model: The model.
         decay: Decay d, such as 0.995.
         topology: The topology of the model; found from the model by default. If it is attached later, call `follow`.
-        flat: The layout of the parameters if they are views of flat vectors.
+        flat: The layout of the parameters if they are views of flat.stretches.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class EMA:
         self.topology: Topology | None = None
         self._model = model
         self.parameters = dict(model.named_parameters())
-        self._stepped = list(self.parameters.values()) if flat is None else flat.vectors
+        self._stepped = list(self.parameters.values()) if flat is None else flat.stretches
         self._averages = [tensor.detach().clone() for tensor in self._stepped]
         self._rate = torch.zeros((), dtype=torch.float64, device=self._stepped[0].device)  # 1 - d
         self.values = {
-            name: self._average(p) if flat is None else flat.view(p, self._average(flat.vector_of(p)))
+            name: self._average(p) if flat is None else flat.view(p, self._average(flat.stretch_of(p)))
             for name, p in self.parameters.items()
         }
         found = Topology.of(model) if topology is None else topology

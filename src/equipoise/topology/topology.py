@@ -53,7 +53,7 @@ class Topology:
         model: The model.
         optimizer: Its optimizer.
         total_steps: Number of optimizer steps of the whole training.
-        flat: The layout of the parameters if the optimizer steps flat vectors.
+        flat: The layout of the parameters if the optimizer steps flat.stretches.
         world: The processes that train the model together; found from the model by default.
         compile: Applied to functions that run on the device at every step.
         hooks: Whether to install hooks. Without them, the loop calls `take_gradients`, `before_step`, `after_step` and
@@ -400,9 +400,9 @@ class Topology:
 def _sparse_weights(algorithm: Algorithm, model: nn.Module, flat: FlatParameters | None) -> list[SparseWeight]:
     if packed := packed_weights(algorithm, model):
         return packed
-    vectors = {} if flat is None else {id(vector): MaskedTensor(vector, shared=True) for vector in flat.vectors}
+    vectors = {} if flat is None else {id(vector): MaskedTensor(vector, shared=True) for vector in flat.stretches}
     layers: list[SparseWeight] = []
     for planned in plan_layers(algorithm, model):
-        masked = vectors[id(flat.vector_of(planned.weight))] if flat is not None else None
+        masked = vectors[id(flat.stretch_of(planned.weight))] if flat is not None else None
         layers.append(MaskedWeight(planned.name, planned.weight, planned.active, planned.final, masked, flat))
     return layers
