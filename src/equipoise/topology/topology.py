@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -277,6 +278,14 @@ class Topology:
     def grows_by_corrected(self) -> bool:
         """Whether growth uses the corrected gradient of inactive weights."""
         return getattr(self.algorithm, "growth", "batch") == "corrected"
+
+    @torch.no_grad()
+    def add_to_growth(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
+        """Add a correction of all weights to the recorded gradients, for growth by the corrected gradient."""
+        parts = {id(parameter): tensor for parameter, tensor in zip(parameters, tensors, strict=True)}
+        for layer in self.layers:
+            if layer.growth is not None and id(layer.parameter) in parts:
+                layer.growth = layer.growth + parts[id(layer.parameter)]
 
     def _record_growth(self) -> None:
         for layer in self.layers:

@@ -63,17 +63,20 @@ class FlatGradients(Gradients):
         return FlatActiveVector(self._flat, parameters, topology, every_index)
 
     def loss(self, loss_fn: Any, model: nn.Module, batch: Any, at_snapshot: bool = False) -> Tensor:
-        return self._passes.evaluate(*batch, at_snapshot)
+        (ref,) = batch
+        return self._passes.evaluate(ref, at_snapshot)
 
     def differentiate(
         self, loss_fn: Any, model: nn.Module, batch: Any, vector: ActiveVector, at_snapshot: bool = False
     ) -> tuple[Tensor, Tensor]:
-        return self._passes.differentiate(*batch, at_snapshot), self._gather(vector)
+        (ref,) = batch
+        return self._passes.differentiate(ref, at_snapshot), self._gather(vector)
 
     def backward(
         self, loss_fn: Any, model: nn.Module, batch: Any, scale: float, topology: Topology | None
     ) -> Tensor:
-        loss = self._passes.differentiate(*batch, at_snapshot=False)
+        (ref,) = batch
+        loss = self._passes.differentiate(ref, at_snapshot=False)
         if topology is not None:
             key = None if topology.records_growth else ("take gradients",)
             self._engine.run(key, topology.take_gradients)
@@ -96,7 +99,7 @@ class FlatGradients(Gradients):
 
     @torch.no_grad()
     def all_reduce_mean(
-        self, world: World, parameters: Sequence[nn.Parameter], topology: Topology | None, others: Sequence[Tensor]
+        self, world: World, parameters: Sequence[nn.Parameter], others: Sequence[Tensor]
     ) -> list[Tensor]:
         if world.alone:
             return list(others)

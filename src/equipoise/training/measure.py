@@ -27,7 +27,7 @@ from equipoise.correction.correction import Batches
 from equipoise.correction.snapshot import Snapshot
 from equipoise.errors import UserError
 from equipoise.seeds import derive
-from equipoise.training.parts import autocast
+from equipoise.training.precision import autocast
 from equipoise.training.run_folder import read_epochs, strict, strict_json
 from equipoise.training.trainer import Trainer
 from equipoise.training.watchers import Watcher
@@ -92,7 +92,7 @@ def _reports(
     recipe, parts = trainer.recipe, trainer.parts
 
     def loss(model: nn.Module, *batch: Tensor) -> Tensor:
-        with autocast(recipe, parts.device):
+        with autocast(recipe.precision, parts.device):
             return recipe.objective.loss(model, *batch)[0]
 
     with _training_mode(parts.model):
@@ -126,7 +126,7 @@ def _prepared(trainer: Trainer, count: int, on_batch: Callable[[], None]) -> Ite
         generator = None
         if recipe.objective.attack_passes:
             generator = torch.Generator(parts.device).manual_seed(derive(recipe.seed, "measure", trainer.step, i))
-        with autocast(recipe, parts.device):
+        with autocast(recipe.precision, parts.device):
             batch = recipe.objective.prepare(parts.model, x, y, generator)
         yield batch
 

@@ -18,7 +18,7 @@ from equipoise.models import MODELS
 from equipoise.storage.pack import unpack
 from equipoise.topology.selection import unwrap
 from equipoise.training.evaluate import three_ways
-from equipoise.training.parts import autocast
+from equipoise.training.precision import autocast
 from equipoise.training.trainer import Trainer
 
 
@@ -26,10 +26,10 @@ def network_of(trainer: Trainer, weights: str = "plain") -> Network:
     """The run's network with the weights and statistics of one of the three ways that runs are scored."""
     check_weights(weights)
     parts = trainer.parts
-    if weights == "ema" and parts.average is None:
+    if weights == "ema" and parts.ema is None:
         raise UserError("the run keeps no average of its weights (ema=0); export its plain weights")
-    precision = partial(autocast, trainer.recipe, parts.device)
-    with closing(three_ways(parts.model, trainer.fresh_images, parts.average, precision)) as ways:
+    precision = partial(autocast, trainer.recipe.precision, parts.device)
+    with closing(three_ways(parts.model, trainer.recalibration_images, parts.ema, precision)) as ways:
         next(way for way in ways if way == weights)
         state = _state(unwrap(parts.model))
     return Network(_blueprint(trainer), state)

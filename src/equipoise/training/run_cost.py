@@ -60,7 +60,7 @@ def passes_so_far(trainer: Trainer) -> Passes:
     )
     wish = parts.topology.algorithm.dense_gradient
     steps = {"never": 0, "at updates": parts.topology.updates, "always": parts.topology.steps}[wish]
-    attack = Passes.attack(round(trainer.attacks * size), objective.attack_passes)
+    attack = Passes.attack(round(trainer.parts.passes.attacks * size), objective.attack_passes)
     return Passes(forward, backward, backward, min(backward, round(steps * size))) + attack
 
 

@@ -64,10 +64,10 @@ class Step:
         """Take step `number` of the run, counted from 0; return its number of images, over all processes."""
         ref = self._begin(number)
         set_learning_rate(self._optimizer, learning_rate)
+        size = self._passes.prepare(ref)  # now: an attack is on the live weights, not on those of the snapshot
         index = self._loader.index(ref.epoch, ref.batch) if self._correction.estimator.fixed_batches else None
         loss = self._correction.backward(self._passes.loss, ref, index=index)
         self._loss.copy_(loss)
-        size = self._passes.prepare(ref)
         if self._on_cpu:  # a GPU would have to be waited for: its losses are checked every few steps
             check_loss(loss, self._model, self._passes.images(ref, size), ref.epoch, ref.batch)
         if self._clip:
