@@ -82,7 +82,7 @@ def test_a_run_without_measurements_on_the_way(run: Run, recipe: str) -> None:
     ("words", "told"),
     [
         (["--batches", "1"], "batches=1: a variance over batches needs at least 2 of them"),
-        (["--noise", "-0.1"], "noise=-0.1: a standard deviation, not negative"),
+        (["--noise", "-0.1"], "noise=-0.1 must be a standard deviation of at least 0"),
         (["--noise", "nan"], "noise=nan"),
         (["--draws", "0"], "draws=0: the noise is drawn at least once"),
         (["--against", "worst"], "there is no checkpoint worst"),

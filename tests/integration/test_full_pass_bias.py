@@ -1,4 +1,4 @@
-"""What a correction adds to the mean gradient of adversarial training: nothing, or exactly what the paper says."""
+"""Bias of a correction in adversarial training: none, or exactly the one that the paper names."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from robust_helpers import STEPS, double, flat, gradients_of_steps
 
 __all__ = ["double"]  # a fixture
 
-# No BatchNorm: the mean over batches is the mean over images, in whatever order they come.
+# No BatchNorm, so that the mean over batches is the mean over images in any order.
 EXACT = ["model=mlp", "topology=static", "topology.sparsity=0.5"]
 
 
 class Problem(NamedTuple):
-    """Full gradients of all training images, written out with plain autograd, at active places."""
+    """Full gradients of all training images at active weights, by plain autograd."""
 
     trainer: Trainer
     active: Tensor
 
     def gradient(self, made_at: Tensor | None, taken_at: Tensor) -> Tensor:
-        """Mean gradient at some weights of images that were attacked at others; None: clean images."""
+        """Mean gradient at weights `taken_at` of images attacked at weights `made_at`; None for clean images."""
         objective = self.trainer.recipe.objective
         assert isinstance(objective, AdversarialTraining)
         return torch.stack(
@@ -56,7 +56,7 @@ class Problem(NamedTuple):
 
 
 def corrected_means(trainer: Trainer, move: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over an epoch of the steps' gradients: at the snapshot, and away from it before a new refresh."""
+    """Mean gradient of the steps of an epoch at the snapshot, and of one away from it before the next refresh."""
     gradients = gradients_of_steps(trainer, {STEPS: move})
     assert len(gradients) == 2 * STEPS
     return gradients[:STEPS].mean(0), gradients[STEPS:].mean(0)
@@ -64,7 +64,7 @@ def corrected_means(trainer: Trainer, move: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def problem(double: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Problem]:
-    """An attack without random start, so that the step's images are those of the full pass: E g_old = g̃ exactly."""
+    """Attacks have no random start, so that a step has the images of the full pass and E g_old = g̃ exactly."""
     monkeypatch.setattr(AdversarialTraining, "start", "none")
 
     def made(*overrides: str) -> Problem:
@@ -97,14 +97,15 @@ def test_a_clean_full_pass_has_the_bias_that_the_paper_names(weight: float, prob
     at_snapshot, _ = corrected_means(it.trainer, torch.zeros_like(start))
     adversarial, clean = it.gradient(start, start), it.gradient(None, start)
     assert_close(at_snapshot - adversarial, -weight * (adversarial - clean))
-    assert (adversarial - clean).norm() > 0.1 * adversarial.norm()  # it is not a small one
+    assert (adversarial - clean).norm() > 0.1 * adversarial.norm()  # the bias is not small
 
 
 @pytest.mark.parametrize("full_pass", ["clean", "adversarial"])
-def test_away_from_the_snapshot_the_attack_has_moved_on(full_pass: str, problem: Callable[..., Problem]) -> None:
-    """g_old is of images attacked at the current weights, an adversarial g̃ of images attacked at the old ones.
+def test_away_from_the_snapshot_the_attack_differs(full_pass: str, problem: Callable[..., Problem]) -> None:
+    """g_old uses images attacked at the current weights, an adversarial g̃ images attacked at the old weights.
 
-    So both full passes have the bias w·(E g_old - g̃); the adversarial one's grows with the way from the snapshot.
+    So both full passes have the bias w·(E g_old - g̃); with adversarial images it grows with the distance to the
+    snapshot.
     """
     biases = []
     for rate in (0.01, 1.0):

@@ -29,17 +29,8 @@ class EpochPlan:
 class Order:
     """Order of the images in every epoch, a function of the seed and the epoch alone.
 
-    Args:
-        count: Number of images.
-        batch: Batch size, summed over the processes.
-        seed: Seed of the permutations.
-        shuffle: Whether to permute; otherwise images come in their stored order.
-        drop_last: Whether to leave out a last batch that is not full.
-        fixed_batches: Draw the members of each batch once and permute only the batches, as estimators with one
-            memory per batch (SAGA) require. The shorter last batch is then permuted too, and `drop_last`
-            drops the same images in every epoch.
-        rank: Index of this process.
-        ranks: Number of processes. Each takes every `ranks`-th image of every batch.
+    `count` is the number of images; the other arguments are those of `Loader`. With `fixed_batches`, the shorter
+    last batch is permuted too, and `drop_last` drops the same images in every epoch.
     """
 
     count: int

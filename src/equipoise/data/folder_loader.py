@@ -30,17 +30,11 @@ class FolderLoader:
 
     Args:
         folder: The dataset.
-        batch: Batch size, summed over the processes.
-        seed: Seed of the order and of the crops.
         augment: Random crop; `None` for the centre square, as in evaluation.
-        shuffle: Whether to permute the images in every epoch.
-        drop_last: Whether to leave out a last batch that is not full.
-        device: Device of the batches.
-        fixed_batches: Keep the members of each batch and permute only the batches; see `Order`.
         size: Side of the images in pixels.
         workers: Number of decoding processes; 0 decodes in this process.
-        rank: Index of this process.
-        ranks: Number of processes. Each gets its share of every batch.
+
+    The other arguments are those of `Loader`.
     """
 
     def __init__(

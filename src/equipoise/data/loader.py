@@ -77,10 +77,11 @@ class Loader:
         shuffle: Whether to permute the images in every epoch.
         drop_last: Whether to leave out a last batch that is not full.
         device: Device of the images and the batches.
-        fixed_batches: Keep the members of each batch and permute only the batches; see `Order`.
+        fixed_batches: Draw the members of each batch once and permute only the batches, as estimators with one
+            memory per batch (SAGA) require.
         rank: Index of this process.
-        ranks: Number of processes. Each gets its share of every batch; the augmentation of an image does not
-            depend on the number of processes.
+        ranks: Number of processes. Each gets every `ranks`-th image of every batch; the augmentation of an image
+            does not depend on the number of processes.
     """
 
     def __init__(

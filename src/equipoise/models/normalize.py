@@ -16,9 +16,6 @@ class Normalize(nn.Module):
     Because it is part of the model, an attack can bound its perturbation in pixel units. Mean and std are
     properties of the data and are not learned: the buffers move with `model.to(device)` but are not in the
     state_dict.
-
-    Args:
-        channels: Number of input channels.
     """
 
     mean: Tensor

@@ -1,4 +1,4 @@
-"""What is minimised: standard and adversarial objectives, and the attacks they train and are judged with."""
+"""Standard and adversarial objectives, and the attacks for training and evaluation."""
 
 from equipoise.catalogue import Catalogue
 from equipoise.objectives.adversarial_training import AdversarialTraining

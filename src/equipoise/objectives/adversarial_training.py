@@ -1,4 +1,4 @@
-"""Adversarial training: cross-entropy on images perturbed against the current model."""
+"""Adversarial training: cross-entropy on images that were perturbed against the current model."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from equipoise.errors import UserError
-from equipoise.objectives.adversarial import Adversarial
 from equipoise.objectives.attack import at_least_float32
-from equipoise.objectives.objective import Classifier
+from equipoise.objectives.objective import AdversarialObjective, Classifier
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
-class AdversarialTraining(Adversarial):
+class AdversarialTraining(AdversarialObjective):
     """Cross-entropy on PGD images from a uniform start (Madry et al. 2018, arXiv:1706.06083).
 
-    loss = (1 − f)·CE(adversarial) + f·CE(clean), f = `clean_fraction`, 0 in the paper. With 0.1 it is the
-    control for a correction whose full gradient comes from clean images: the same clean signal, no correction.
-    As there, clean images leave no trace in BatchNorm's running statistics. The attack sees the model through
-    these, and with statistics of both kinds of images a VGG-16 at 99 % learned nothing at all.
+    loss = (1 − f)·CE(adversarial) + f·CE(clean) with f = `clean_fraction`, which is 0 in the paper.
+
+    `clean_fraction=0.1` is the control for a correction whose full gradient comes from clean images: the same
+    clean signal without a correction. As in that correction, clean images do not update BatchNorm's running
+    statistics. The attack uses these statistics, and a VGG-16 at 99 % sparsity with statistics of both kinds of
+    images did not learn at all.
+
+    Args:
+        clean_fraction: Weight of the clean loss, at least 0 and below 1.
     """
 
     clean_fraction: float = 0.0
@@ -50,14 +54,15 @@ class AdversarialTraining(Adversarial):
         logits = model(adversarial)
         loss = F.cross_entropy(at_least_float32(logits), y)
         for x in clean:
-            loss = torch.lerp(loss, F.cross_entropy(at_least_float32(_in_passing(model, x)), y), self.clean_fraction)
+            clean_loss = F.cross_entropy(at_least_float32(_without_statistics(model, x)), y)
+            loss = torch.lerp(loss, clean_loss, self.clean_fraction)
         return loss, logits
 
 
-def _in_passing(model: Classifier, x: Tensor) -> Tensor:
-    """The logits of `x`, with running statistics left as they are.
+def _without_statistics(model: Classifier, x: Tensor) -> Tensor:
+    """Logits of `x`, computed on a copy of the running statistics.
 
-    By a copy of them that is thrown away: to write the old ones back is forbidden until the backward pass.
+    Restoring the statistics in place instead would invalidate tensors that the backward pass needs.
     """
     if not isinstance(model, nn.Module):
         return model(x)

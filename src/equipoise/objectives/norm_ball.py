@@ -1,4 +1,4 @@
-"""Where an adversarial image may lie: a ball around the clean one, cut to valid pixels."""
+"""The set of allowed perturbations: a ball around each image, intersected with the pixel range."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from equipoise.catalogue import Catalogue
 
 
 class SharedGenerator(torch.Generator):
-    """Draws for all images of a batch that several processes share, so that each image gets what one process would
-    have drawn for it. Process `rank` of `ranks` has every so-many-th of `images` in all.
+    """Generator for a batch shared by several processes.
+
+    Noise is drawn for the whole batch and each process keeps its rows, so that an image gets the same noise with
+    any number of processes. Process `rank` has every `ranks`-th of the batch's `images`.
     """
 
     rank: int
@@ -22,13 +24,13 @@ class SharedGenerator(torch.Generator):
     images: int
 
     def rows(self, count: int) -> tuple[int, slice]:
-        """For how many images to draw where this process attacks `count` (all of its own, or half), and which."""
+        """Number of images to draw for if this process attacks `count` (all of its share, or half), and its rows."""
         total = self.images if self.images % self.ranks else count * self.ranks
         return total, slice(self.rank, self.rank + count * self.ranks, self.ranks)
 
 
 def round_towards(value: Tensor, anchor: Tensor) -> Tensor:
-    """`value` in `anchor`'s dtype, rounded so that it never ends up further from `anchor`."""
+    """Convert `value` to the dtype of `anchor` without increasing its distance from `anchor`."""
     if value.dtype == anchor.dtype:
         return value
     rounded = value.to(anchor.dtype)
@@ -39,17 +41,22 @@ def round_towards(value: Tensor, anchor: Tensor) -> Tensor:
 class Ball(ABC):
     """The ε-ball around each image of a batch, intersected with the pixel range [0, 1].
 
-    The attack moves *points*; the model sees their *images*. For 32- and 64-bit images they are the same; the
-    points of 16-bit images are kept in 32 bits, or small steps would be rounded away.
-    Images are inside the ball in exact arithmetic, not only up to rounding: the bounds are worked out in a
-    wider dtype on a radius a few rounding errors short of ε, and then rounded towards the clean image.
+    The attack moves *points*; the model sees their *images*. For 32- and 64-bit images they are the same. The
+    points of 16-bit images are float32, because small steps would be rounded away in 16 bits.
+
+    Images are inside the ball in exact arithmetic, not only up to rounding: the bounds are computed in a wider
+    dtype with a radius a few rounding errors below ε, and then rounded towards the clean image.
+
+    Args:
+        x: Clean images, pixels in [0, 1].
+        eps: Radius ε.
     """
 
     def __init__(self, x: Tensor, eps: float) -> None:
         self.x = x
         self.eps = eps
         self.point_dtype = torch.promote_types(x.dtype, torch.float32)
-        # Apple's GPUs have no 64-bit floats
+        # Apple GPUs do not support float64
         wide = torch.float32 if x.device.type == "mps" else torch.float64
         self.centre = x.to(wide)
         rounding = 2 * torch.finfo(wide).eps
@@ -57,19 +64,19 @@ class Ball(ABC):
 
     @property
     def dimension(self) -> int:
-        """Numbers in one image."""
+        """Number of values in one image."""
         return math.prod(self.x.shape[1:])
 
     def keep(self, rows: Tensor) -> Ball:
-        """The ball of some of the images."""
+        """The balls around the selected images."""
         return type(self)(self.x[rows], self.eps)
 
     def around(self, noise: Tensor) -> Tensor:
-        """The points at `noise` from the images, brought into the ball."""
+        """The images plus `noise`, projected onto the ball."""
         return self.project(self.x.to(self.point_dtype) + noise)
 
     def normal(self, generator: torch.Generator) -> Tensor:
-        """Standard normal noise of the images' shape, drawn where the generator lives."""
+        """Standard normal noise in the shape of the images, drawn on the generator's device."""
         return self._drawn(generator, self.x.shape, lambda noise: noise.normal_(generator=generator))
 
     def _drawn(self, generator: torch.Generator, shape: torch.Size, fill: Callable[[Tensor], Tensor]) -> Tensor:
@@ -79,27 +86,27 @@ class Ball(ABC):
 
     @abstractmethod
     def uniform(self, generator: torch.Generator) -> Tensor:
-        """Noise drawn uniformly from the ball."""
+        """Noise distributed uniformly in the ball."""
 
     @abstractmethod
     def direction(self, gradient: Tensor) -> Tensor:
-        """Steepest ascent: the vector of length one in this norm along which the loss grows most."""
+        """Direction of steepest ascent: the vector of norm one with the largest increase of the loss."""
 
     @abstractmethod
     def project(self, point: Tensor) -> Tensor:
-        """The point of the ball that replaces `point`."""
+        """Project `point` onto the ball."""
 
     @abstractmethod
     def image(self, point: Tensor) -> Tensor:
-        """A projected point as an image of the batch's dtype, still inside the ball."""
+        """Convert a projected point to the dtype of the images; it stays inside the ball."""
 
 
 class LinfBall(Ball):
-    """No pixel changes by more than ε."""
+    """Images whose pixels change by at most ε."""
 
     def __init__(self, x: Tensor, eps: float) -> None:
         super().__init__(x, eps)
-        # representable in the images' dtype, so rounding a point between them cannot leave them
+        # bounds in the dtype of the images, so that rounding a point between them cannot leave them
         self.low = self._bound(self.centre - self.radius)
         self.high = self._bound(self.centre + self.radius)
 
@@ -112,7 +119,7 @@ class LinfBall(Ball):
         )
 
     def direction(self, gradient: Tensor) -> Tensor:
-        return gradient.sign()  # 0 where the gradient is not a number
+        return gradient.sign()  # 0 for NaN
 
     def project(self, point: Tensor) -> Tensor:
         return point.clamp(self.low, self.high)
@@ -122,7 +129,7 @@ class LinfBall(Ball):
 
 
 class L2Ball(Ball):
-    """The Euclidean length of an image's change is at most ε."""
+    """Images whose change has Euclidean length of at most ε."""
 
     def uniform(self, generator: torch.Generator) -> Tensor:
         share = self._drawn(generator, self.x.shape[:1], lambda noise: noise.uniform_(generator=generator))
@@ -130,7 +137,7 @@ class L2Ball(Ball):
         return self.direction(self.normal(generator)) * per_image(length, self.x)
 
     def direction(self, gradient: Tensor) -> Tensor:
-        # divided by its largest entry first: the squares of a saturated model's gradient would underflow
+        # divide by the largest entry first: squares of a saturated model's gradient would underflow
         flat = gradient.flatten(1)
         flat = flat / flat.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
         flat = flat / torch.linalg.vector_norm(flat, dim=1, keepdim=True)
@@ -148,7 +155,7 @@ class L2Ball(Ball):
 
 
 def per_image(values: Tensor, like: Tensor) -> Tensor:
-    """One number per image, shaped to broadcast over the images of `like`."""
+    """Reshape one number per image to broadcast over the images of `like`."""
     return values.view(-1, *[1] * (like.dim() - 1))
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.analysis.gradients import (
+from equipoise.analysis.gradient_statistics import (
     GAMMA,
     NOISE,
+    active_vector_of,
     is_packed,
     measure_against,
     perturbed,
     snapshot_of,
-    trained_coordinates,
 )
 from equipoise.correction.active_vector import Coordinates
 from equipoise.correction.correction import Batches
@@ -64,7 +64,7 @@ def measure_trainer(
     if draws < 1:
         raise UserError(f"draws={draws}: the noise is drawn at least once")
     model = trainer.parts.model
-    coordinates = trained_coordinates(model, trainer.parts.topology)
+    coordinates = active_vector_of(model, trainer.parts.topology)
     prepared = _prepared(trainer, batches, on_batch)
     if old is not None:
         [report] = _reports(trainer, prepared, [snapshot_of(model, old)], coordinates, gamma)

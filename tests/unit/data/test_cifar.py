@@ -1,4 +1,4 @@
-"""equipoise.data.cifar and plain_pickle: official layouts are read, all else is refused in one line."""
+"""CIFAR files and restricted pickles: official files are read, all others refused in one line."""
 
 import os
 import pickle
@@ -43,7 +43,7 @@ def write_cifar100(root, count=20):
 
 
 def python2_batch(data_rows: np.ndarray, labels: list[int]) -> bytes:
-    """A batch as Python 2 and numpy 1 wrote it, opcode by opcode: strings are `str`, align is the number 0."""
+    """A batch as written by Python 2 and numpy 1, opcode by opcode: strings are `str`, align is the number 0."""
 
     def text(value: bytes) -> bytes:
         return b"T" + struct.pack("<i", len(value)) + value
@@ -68,7 +68,7 @@ def one_line(caught) -> str:
 
 
 def complaint(name: str, root) -> str | None:
-    """What `load` says against the files, if anything."""
+    """The error message of `load`, or None."""
     try:
         data.load(name, root)
     except UserError as error:
@@ -114,7 +114,7 @@ def test_files_of_python_2_are_read_without_a_warning(tmp_path):
 def test_every_protocol_and_text_keys_are_read(tmp_path, protocol):
     folder = write_cifar10(tmp_path)
     dump(folder / "test_batch", {"data": rows(2, 0), "labels": [0, 1]}, protocol)
-    if protocol >= 5:  # numpy then pickles through a buffer function, which no official file does
+    if protocol >= 5:  # numpy then pickles through a buffer function, which the official files do not use
         with pytest.raises(UserError, match="_frombuffer"):
             data.load("cifar10", tmp_path)
     else:
@@ -122,7 +122,7 @@ def test_every_protocol_and_text_keys_are_read(tmp_path, protocol):
 
 
 @pytest.mark.parametrize("name", [*BATCHES, "test_batch", "batches.meta"])
-def test_a_missing_file_is_named_with_its_place_and_origin(tmp_path, name):
+def test_a_missing_file_is_named_with_its_folder_and_origin(tmp_path, name):
     folder = write_cifar10(tmp_path)
     (folder / name).unlink()
     with pytest.raises(UserError) as caught:
@@ -157,7 +157,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, name, protocol):
         data.load("cifar10", tmp_path)
     assert name in one_line(caught)
     assert not touched.exists()
-    pickle.loads((folder / name).read_bytes())  # the attack itself works: without the refusal it would run
+    pickle.loads((folder / name).read_bytes())  # without the refusal the code would run
     assert touched.exists()
 
 
@@ -175,7 +175,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, name, protocol):
     ],
     ids=["global", "inst", "stack-global", "dotted", "object-dtype", "extension", "persistent", "buffer"],
 )
-def test_every_way_to_a_name_is_closed(tmp_path, hostile):
+def test_every_kind_of_reference_is_refused(tmp_path, hostile):
     path = tmp_path / "x"
     path.write_bytes(hostile)
     with pytest.raises((pickle.UnpicklingError, ValueError)):
@@ -214,7 +214,7 @@ def test_wrong_content_is_explained(tmp_path, name, content, words):
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
 def test_a_damaged_file_gives_one_line_or_images(tmp_path, data_):
-    """Cut short anywhere it is an error; with changed bytes it may still be a dataset, never a traceback."""
+    """A truncated file is an error. A file with changed bytes may still be a dataset, but gives no traceback."""
     folder = write_cifar10(tmp_path, count=2)
     good = (folder / "test_batch").read_bytes()
     cut = data_.draw(st.booleans())
@@ -223,8 +223,8 @@ def test_a_damaged_file_gives_one_line_or_images(tmp_path, data_):
     else:
         head = data_.draw(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 255)), min_size=1, max_size=4))
         changed = bytearray(good)
-        for place, value in head:
-            changed[place if value % 2 else -1 - place] = value
+        for index, value in head:
+            changed[index if value % 2 else -1 - index] = value
         bad = bytes(changed)
     (folder / "test_batch").write_bytes(bad)
     message = complaint("cifar10", tmp_path)

@@ -1,4 +1,4 @@
-"""equipoise.data: the catalogue, images, splits, statistics and the embedded digits."""
+"""The catalogue of datasets, images, splits, channel statistics and the built-in digits."""
 
 import numpy as np
 import pytest
@@ -11,14 +11,14 @@ from equipoise.data import DATASETS, Images, statistics
 from equipoise.errors import UserError
 
 
-def test_the_catalogue_lists_and_describes_what_there_is():
+def test_the_catalogue_lists_and_describes_all_datasets():
     assert list(DATASETS) == ["digits", "cifar10", "cifar100", "svhn", "imagenet", "folder"]
     assert all(len(line) > 20 for line in DATASETS.describe().values())
     with pytest.raises(UserError, match='did you mean "cifar10"'):
         data.load("cifar01")
 
 
-def test_digits_are_split_by_class_and_always_the_same_way():
+def test_the_split_of_the_digits_is_stratified_and_fixed():
     from sklearn.datasets import load_digits
 
     splits = data.load("digits")
@@ -30,7 +30,7 @@ def test_digits_are_split_by_class_and_always_the_same_way():
         np.bincount(load_digits().target)
     )
     assert float(share.abs().max()) * 360 < 1  # within one image of proportional
-    # Together they are scikit-learn's images, each once, with their labels.
+    # Together the splits hold each image of scikit-learn once, with its label.
     levels = {
         (tuple(np.rint(image.ravel() * 255 / 16).astype(int).tolist()), int(label))
         for image, label in zip(load_digits().images, load_digits().target, strict=True)
@@ -46,7 +46,7 @@ def test_digits_are_split_by_class_and_always_the_same_way():
 
 
 @given(st.integers(1, 1436), st.integers(0, 1000))
-def test_validation_images_are_held_out_of_training(count, seed):
+def test_validation_images_are_held_out_of_the_training_split(count, seed):
     whole = numbered_splits(1437)
     held = whole.hold_out(count, seed)
     train, validation = held.train.labels.tolist(), held.validation.labels.tolist()
@@ -99,13 +99,12 @@ def test_statistics_of_many_bright_images_do_not_overflow():
         ),
     ],
 )
-def test_what_is_no_dataset_is_explained(images, labels, words):
+def test_wrong_tensors_are_explained(images, labels, words):
     with pytest.raises(UserError, match=words):
         Images(images, labels)
 
 
-def test_light_import():
-    """Reading libraries are imported by the function that needs them."""
+def test_libraries_for_reading_are_imported_on_use():
     import subprocess
     import sys
 

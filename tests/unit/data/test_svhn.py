@@ -1,4 +1,4 @@
-"""equipoise.data.svhn: the official .mat files are read, all else is refused in one line."""
+"""SVHN files: official .mat files are read, all others refused in one line."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from equipoise.errors import UserError
 
 
 def content(count: int, seed: int) -> dict[str, np.ndarray]:
-    """As the official files: images last, labels 1..10 in a column."""
+    """Content of an official file: the image index is last, labels 1..10 are in a column."""
     pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3, count), dtype=np.uint8)
     return {"X": pixels, "y": (np.arange(count) % 10 + 1).astype(np.uint8)[:, None]}
 
@@ -21,7 +21,7 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_images_and_labels_are_read_and_ten_means_zero(root):
+def test_images_and_labels_are_read_and_label_10_is_digit_0(root):
     splits = data.load("svhn", root)
     assert splits.train.images.shape == (20, 3, 32, 32)
     assert splits.test.labels.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
@@ -32,7 +32,7 @@ def test_images_and_labels_are_read_and_ten_means_zero(root):
 
 
 @pytest.mark.parametrize("name", ["train_32x32.mat", "test_32x32.mat"])
-def test_a_missing_file_is_named_with_its_place_and_origin(root, name):
+def test_a_missing_file_is_named_with_its_folder_and_origin(root, name):
     (root / name).unlink()
     with pytest.raises(UserError) as caught:
         data.load("svhn", root)

@@ -1,4 +1,4 @@
-"""Measured gradients against per-batch gradients written out in numpy, and no trace left on what was measured."""
+"""Gradient statistics against numpy, and no side effects on the model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch.nn import functional as F
 
 from equipoise import SET, Static, Topology, UserError
 from equipoise.analysis import Measurement, measure_gradients
-from equipoise.analysis.gradients import Traces, perturbed
+from equipoise.analysis.gradient_statistics import Traces, perturbed
 from equipoise.correction import NonFiniteLoss
 from equipoise.correction.active_vector import Coordinates
 from equipoise.sparse import pack
 from train_helpers import assert_same_state
 
-Table = np.ndarray  # a row for every batch, a column for every active weight
+Table = np.ndarray  # a row per batch, a column per active weight
 CLASSES, FEATURES = 3, 5
 
 
-# The oracle: softmax regression, its gradients by hand
+# The oracle: softmax regression in numpy
 
 
 def some_batches(count: int = 7, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -45,7 +45,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def by_hand(weight: Table, bias: Table, x: Tensor, y: Tensor) -> tuple[float, Table, Table]:
-    """Loss of a batch and its gradients: (p - onehot)ᵀ x / n and its column means."""
+    """Loss of a batch and its gradients: (p - onehot)ᵀ x / n and the column means of p - onehot."""
     logits = x.numpy() @ weight.T + bias
     p = np.exp(logits - logits.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
@@ -56,7 +56,7 @@ def by_hand(weight: Table, bias: Table, x: Tensor, y: Tensor) -> tuple[float, Ta
 
 
 def tables(model: nn.Linear, state: Mapping[str, Tensor], active: Table) -> tuple[Table, Table, Table]:
-    """Losses and gradients of all batches: of the active weights, and of the bias."""
+    """Losses of all batches, and their gradients of the active weights and of the bias."""
     found = [by_hand(state["weight"].numpy(), state["bias"].numpy(), x, y) for x, y in some_batches()]
     losses, weights, biases = zip(*found, strict=True)
     return np.array(losses), np.stack([each[active] for each in weights]), np.stack(biases)
@@ -77,7 +77,7 @@ def sparse(model: nn.Module, sparsity: float = 0.6) -> Topology:
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.6])
-def test_every_number_is_its_formula(sparsity: float) -> None:
+def test_every_number_equals_its_formula(sparsity: float) -> None:
     model = linear()
     topology = sparse(model, sparsity) if sparsity else None
     active = topology.masks["weight"].numpy() if topology else np.ones((CLASSES, FEATURES), bool)
@@ -119,8 +119,8 @@ def test_every_number_is_its_formula(sparsity: float) -> None:
     assert (report["batches"], report["weights"], report["gamma"]) == (7, new.shape[1], 0.2)
 
 
-def test_the_relative_variance_does_not_depend_on_how_many_batches_are_looked_at() -> None:
-    """Over all samples of k of the N batches: Var / ‖mean‖² would be near k where noise dominates."""
+def test_the_relative_variance_does_not_depend_on_the_number_of_batches() -> None:
+    """Over all samples of k of the N batches; Var / ‖mean‖² itself would be near k if noise dominates."""
     rng = np.random.default_rng(0)
     rows = 0.5 + rng.standard_normal((10, 200))
     model = nn.Linear(200, 1, bias=False, dtype=torch.float64)
@@ -138,7 +138,7 @@ def test_the_relative_variance_does_not_depend_on_how_many_batches_are_looked_at
         assert np.mean(estimates) == pytest.approx(exact)  # unbiased, by enumeration
 
 
-def test_batches_too_few_to_see_the_mean_gradient_give_no_ratio() -> None:
+def test_too_few_batches_give_no_relative_variance() -> None:
     model = nn.Linear(1, 1, bias=False)
     batches = [(torch.tensor([[value]]),) for value in (1.0, -1.0)]
     found = measure_gradients(model, lambda model, x: model(x).mean(), batches, of=100)
@@ -146,7 +146,7 @@ def test_batches_too_few_to_see_the_mean_gradient_give_no_ratio() -> None:
 
 
 def test_float32_gradients_are_summed_in_float64() -> None:
-    """Gradients of 10⁴ that differ by 10⁻²: sums of their squares in float32 would lose all of the variance."""
+    """Gradients of 10⁴ that differ by 10⁻²: the variance would vanish in float32 sums of squares."""
     rng = np.random.default_rng(0)
     rows = (1e4 + 1e-2 * rng.standard_normal((50, 4))).astype(np.float32)
     model = nn.Linear(4, 1, bias=False)
@@ -163,7 +163,7 @@ def test_a_huge_mean_does_not_hide_the_variance() -> None:
     assert found.traces.new == pytest.approx(rows.var(0, ddof=1).sum(), rel=1e-6)
 
 
-def test_batch_statistics_are_those_of_the_batch_at_both_weights() -> None:
+def test_batchnorm_uses_the_statistics_of_the_batch_at_both_weights() -> None:
     """BatchNorm in training mode, against torch.func at the old and the new weights."""
     model = net(dropout=0.0)
     old = {name: p.detach() + 0.1 * torch.randn_like(p) for name, p in model.named_parameters()}
@@ -190,8 +190,8 @@ def net(dropout: float = 0.3) -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def test_without_noise_both_passes_are_one() -> None:
-    """Dropout and batch statistics are the same in both, so all of the variance goes at c = 1."""
+def test_without_noise_both_passes_are_equal() -> None:
+    """Dropout and batch statistics are the same in both passes, so the variance at c = 1 is zero."""
     report = measure_gradients(net(), loss_of, some_batches(), noise=0.0).report()
     assert report["correlation"] == pytest.approx(1)
     assert (report["c_star"], report["c_hat"]) == (1, 1)
@@ -226,13 +226,13 @@ def test_scaled_losses_in_another_order(scale: float, order: list[int]) -> None:
         assert scaled[key] == pytest.approx(expected, rel=1e-8), key
 
 
-def test_more_noise_leaves_less_correlation() -> None:
+def test_more_noise_means_less_correlation() -> None:
     found = [measure_gradients(net(), loss_of, some_batches(), noise=noise) for noise in (0.01, 0.1, 1.0)]
     correlations = [each.correlation or 0.0 for each in found]
     assert 1 > correlations[0] > correlations[1] > correlations[2]
 
 
-def test_noise_falls_on_active_weights_alone() -> None:
+def test_noise_is_added_to_active_weights_alone() -> None:
     model = nn.Sequential(nn.Linear(60, 50), nn.BatchNorm1d(50), nn.Linear(50, 10))
     mask = sparse(model, 0.8).masks["0.weight"]
     coordinates = Coordinates(list(model.parameters()), Topology.of(model))
@@ -248,14 +248,14 @@ def test_noise_falls_on_active_weights_alone() -> None:
     assert not torch.equal(first["1.weight"], own["1.weight"])
 
 
-def test_noise_everywhere_falls_on_inactive_weights_too_and_gradients_stay_those_of_active_ones() -> None:
+def test_noise_everywhere_includes_inactive_weights_and_gradients_stay_those_of_active_ones() -> None:
     model = nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, CLASSES))
     topology = sparse(model, 0.8)
     mask = topology.masks["0.weight"]
     coordinates = Coordinates(list(model.parameters()), topology)
     moved = perturbed(model, coordinates, 0.015, everywhere=True).tensors
-    for places in (mask, ~mask):
-        change = (moved["0.weight"] - model[0].weight)[places].detach()
+    for part in (mask, ~mask):
+        change = (moved["0.weight"] - model[0].weight)[part].detach()
         assert float(change.std()) == pytest.approx(0.015, rel=0.1)
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(8, 60, generator=generator), torch.arange(8) % CLASSES) for _ in range(5)]
@@ -267,7 +267,7 @@ def test_noise_everywhere_falls_on_inactive_weights_too_and_gradients_stay_those
     assert alone.traces.old != pytest.approx(found.traces.old, rel=1e-3)
 
 
-def test_noise_has_nowhere_else_to_fall_in_packed_storage() -> None:
+def test_noise_everywhere_is_refused_in_packed_storage() -> None:
     algorithm = Static(sparsity=0.9)
     model = pack(nn.Sequential(nn.Linear(FEATURES * 8, 40), nn.ReLU(), nn.Linear(40, CLASSES)), algorithm)
     algorithm.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=1)
@@ -275,7 +275,7 @@ def test_noise_has_nowhere_else_to_fall_in_packed_storage() -> None:
         measure_gradients(model, loss_of, some_batches(), everywhere=True)
 
 
-# No trace
+# No side effects
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
@@ -291,11 +291,11 @@ def everything(model: nn.Module) -> dict[str, Any]:
 
 
 def drawing_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """A loss that uses all random number streams there are."""
+    """A loss that draws from all random number streams."""
     return loss_of(model, x + 1e-3 * random.random() + 1e-3 * np.random.rand() + 1e-3 * torch.rand(()), y)  # noqa: NPY002
 
 
-def test_no_trace_is_left_on_the_model() -> None:
+def test_the_model_is_left_unchanged() -> None:
     model = net()
     sparse(model)
     loss_of(model, *some_batches()[0]).backward()
@@ -304,7 +304,7 @@ def test_no_trace_is_left_on_the_model() -> None:
     assert_same_state(everything(model), before)
 
 
-def test_no_trace_is_left_by_a_measurement_that_fails() -> None:
+def test_the_model_is_left_unchanged_by_a_measurement_that_fails() -> None:
     model = net()
     before = everything(model)
 
@@ -317,7 +317,7 @@ def test_no_trace_is_left_by_a_measurement_that_fails() -> None:
     assert_same_state(everything(model), before)
 
 
-def test_the_weights_given_are_left_alone() -> None:
+def test_the_given_weights_are_left_unchanged() -> None:
     model = net()
     old = copy.deepcopy(model.state_dict())
     kept = copy.deepcopy(old)
@@ -336,16 +336,16 @@ def test_memory_does_not_grow_with_the_batches() -> None:
         return model(x).square().mean()
 
     measure_gradients(model, loss, (torch.randn(2, 200) for _ in range(12)))
-    early, late = held[6], held[-2]  # passes at the same place of the loop
+    early, late = held[6], held[-2]  # the same pass of two iterations
     assert late - early < 1000  # of 20,100 weights
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_finds_the_same() -> None:
+def test_a_gpu_gives_the_same_numbers() -> None:
     torch.manual_seed(0)
-    # No kink: a unit without active inputs is zero but for rounding after BatchNorm, and a ReLU would see its sign.
-    # No bias before BatchNorm: its gradient is nothing but rounding, and so would be its coefficient.
+    # No ReLU: after BatchNorm, a unit without active inputs is a rounding error whose sign a ReLU would amplify.
+    # No bias before BatchNorm: its gradient, and so its coefficient, would be a rounding error.
     first = nn.Linear(FEATURES, 8, bias=False)
     model = nn.Sequential(first, nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
     sparse(model)
@@ -356,40 +356,40 @@ def test_a_gpu_finds_the_same() -> None:
         assert on_gpu[key] == pytest.approx(value, rel=1e-8), key
 
 
-# Wrong input
+# Errors
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"noise": -0.1}, "noise=-0.1: a standard deviation, not negative"),
+        ({"noise": -0.1}, "noise=-0.1 must be a standard deviation"),
         ({"noise": float("nan")}, "noise=nan"),
         ({"noise": float("inf")}, "noise=inf"),
-        ({"batches": some_batches(1)}, "at least 2 of them, not 1"),
-        ({"batches": []}, "at least 2 of them, not 0"),
-        ({"old": {"weight": torch.zeros(CLASSES, FEATURES)}}, 'they have no "bias"'),
+        ({"batches": some_batches(1)}, "at least 2 batches, not 1"),
+        ({"batches": []}, "at least 2 batches, not 0"),
+        ({"old": {"weight": torch.zeros(CLASSES, FEATURES)}}, 'the old weights have no "bias"'),
         (
             {"old": {"weight": torch.zeros(2, 2), "bias": torch.zeros(CLASSES)}},
             '"weight" has shape (2, 2), here (3, 5)',
         ),
     ],
 )
-def test_wrong_input_is_told(change: dict[str, Any], told: str) -> None:
+def test_wrong_input_is_explained(change: dict[str, Any], told: str) -> None:
     arguments: dict[str, Any] = {"batches": some_batches(), **change}
     with pytest.raises(UserError) as error:
         measure_gradients(linear(), loss_of, **arguments)
     assert told in str(error.value)
 
 
-def test_a_model_without_gradient_and_a_loss_without_number_are_told() -> None:
+def test_a_frozen_model_and_a_loss_that_is_not_finite_are_explained() -> None:
     with pytest.raises(UserError, match="no trainable parameter"):
         measure_gradients(linear().requires_grad_(False), loss_of, some_batches())
     with pytest.raises(NonFiniteLoss, match="batch 1 of the measurement"):
         measure_gradients(linear(), lambda *a: loss_of(*a) * float("nan"), some_batches())
 
 
-def test_what_batches_do_not_define_is_none() -> None:
-    """The same batch again and again: nothing varies."""
+def test_undefined_ratios_are_none() -> None:
+    """The same batch three times: nothing varies."""
     report = measure_gradients(linear(), loss_of, some_batches(1) * 3).report()
     assert report["variance"] == pytest.approx(0, abs=1e-30)
     assert report["c_hat"] is None
@@ -397,8 +397,8 @@ def test_what_batches_do_not_define_is_none() -> None:
     assert report["correlation"] is not None
 
 
-def test_a_loop_of_ones_own_with_a_topology() -> None:
-    """As the documentation shows it."""
+def test_a_custom_loop_with_a_topology() -> None:
+    """The weights of an earlier state_dict are measured against."""
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     topology = SET(sparsity=0.5, every=2).attach(model, optimizer, total_steps=10)

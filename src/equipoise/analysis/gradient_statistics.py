@@ -1,22 +1,23 @@
-"""How gradients scatter over batches, and how related those at other weights still are.
+"""Variance of gradients over batches, and their correlation with gradients at other weights.
 
-The same batches are run at the weights of now (g_new) and at old ones (g_old): those of an earlier epoch, or those of
-now with Gaussian noise N(0, 0.015²), as the paper perturbs a trained checkpoint (its introduction's figure and the
-table of correlation by sparsity). All numbers are over active weights (biases and norms too); variances and
-covariances are over batches with ddof = 1, summed over weights: the trace of the covariance.
+The same batches are run at the current weights (g_new) and at old ones (g_old): the weights of an earlier epoch, or
+the current weights with Gaussian noise N(0, 0.015²), as the paper perturbs a trained checkpoint (the figure of its
+introduction and its table of correlation by sparsity). All numbers are over active weights, biases and norms
+included. Variances and covariances are over batches with ddof = 1 and summed over weights: the trace of the
+covariance matrix.
 
-The paper adds its noise "to all the weights". Of a sparse network that can be the active ones, which are all that
-training moves, or every place of the dense tensors (`everywhere`), which undoes the sparsity: at 95 % nineteen of
-twenty perturbed weights are ones that the network does not have. Which of the two it is decides what is found.
+The paper adds its noise "to all the weights". In a sparse network these are either the active weights, which are the
+only ones that training changes, or all elements of the dense tensors (`everywhere`), which removes the sparsity: at
+95 % sparsity, nineteen of twenty perturbed weights do not exist in the network. The results depend on this choice.
 
-    variance of the corrected gradient at c:  Var(g_new) - 2c·Cov(g_new, g_old) + c²·Var(g_old)
-    its minimum:                              c* = Cov(g_new, g_old) / Var(g_old)
-    the paper's guess of it from losses:      ĉ  = Cov(l(B|θ), l(B|θ̃)) / Var(l(B|θ̃)), in [0, 1]
+    variance of the corrected gradient at c:   Var(g_new) - 2c·Cov(g_new, g_old) + c²·Var(g_old)
+    its minimum:                               c* = Cov(g_new, g_old) / Var(g_old)
+    the paper's estimate of it from losses:    ĉ  = Cov(l(B|θ), l(B|θ̃)) / Var(l(B|θ̃)), clamped to [0, 1]
 
-The paper does not say over what it takes its correlation. It stores "the gradient of each weight on all training
-data", so `correlation` is Pearson's over weights between the two mean gradients. Beside it stand
-`correlation_of_batches`, Cov / √(Var·Var) of the traces, which is that of the noise a correction works on, and
-`correlation_of_pairs`, Pearson's over weights between the two gradients of one batch, averaged over batches.
+The paper does not define its correlation. It stores "the gradient of each weight on all training data", so
+`correlation` is Pearson's over weights between the two mean gradients. Two others are reported with it:
+`correlation_of_batches`, Cov / √(Var·Var) of the traces, is the correlation of the noise that a correction reduces;
+`correlation_of_pairs` is Pearson's over weights between the two gradients of one batch, averaged over batches.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equipoise.correction.active_vector import Coordinates
+from equipoise.correction.active_vector import Coordinates as ActiveVector
 from equipoise.correction.coefficient import LossCoefficient
 from equipoise.correction.containers import as_tuple
 from equipoise.correction.correction import Batches, LossFunction
@@ -46,7 +47,7 @@ GAMMA = 0.1  # the paper's γ
 
 
 class Traces(NamedTuple):
-    """Over batches, summed over the active weights of one parameter or of all: Var(g_new), Var(g_old), Cov."""
+    """Var(g_new), Var(g_old) and Cov(g_new, g_old) over batches, summed over active weights."""
 
     new: float
     old: float
@@ -54,30 +55,38 @@ class Traces(NamedTuple):
 
     @property
     def c_star(self) -> float:
-        """The c that leaves the least variance; 0 where the old gradient does not vary."""
+        """The c with the smallest variance; 0 if the old gradient does not vary."""
         return 0.0 if self.old == 0 else self.covariance / self.old
 
     def at(self, c: float) -> float:
-        """The variance of g_new - c·(g_old - g̃)."""
+        """Variance of g_new - c·(g_old - g̃)."""
         return self.new - 2 * c * self.covariance + c * c * self.old
 
     def left(self, c: float) -> float:
-        """The share of Var(g_new) that is left at c; all of nothing is 1."""
+        """Variance at c as a fraction of Var(g_new); 1 if that is zero."""
         return 1.0 if self.new == 0 else self.at(c) / self.new
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one pass over the batches has shown. `None` is a ratio that these batches do not define.
+    """Statistics of one pass over the batches. A ratio is `None` if these batches do not define it.
 
-    norm: the mean over batches of ‖g_new‖. norm_of_mean: that of the mean over batches. c_hat: clamped to [0, 1]. of:
-    how many batches there are in all, of which these were a sample.
+    Attributes:
+        batches: Number of batches measured.
+        of: Number of batches in the dataset, from which these were sampled.
+        weights: Number of active weights.
+        by_layer: Traces by parameter name.
+        norm: Mean over batches of ‖g_new‖.
+        norm_of_mean: Norm of the mean over batches of g_new.
+        correlation: Pearson's correlation over weights between the mean gradients.
+        correlation_of_pairs: Pearson's correlation over weights between the gradients of a batch, averaged.
+        c_hat: ĉ.
     """
 
     batches: int
     of: int
     weights: int
-    by_layer: Mapping[str, Traces]  # by parameter
+    by_layer: Mapping[str, Traces]
     norm: float
     norm_of_mean: float
     correlation: float | None
@@ -86,37 +95,38 @@ class Measurement:
 
     @property
     def traces(self) -> Traces:
-        """Of all parameters together."""
+        """Traces summed over all parameters."""
         return Traces(*(math.fsum(column) for column in zip(*self.by_layer.values(), strict=True)))
 
     @property
     def variance_relative(self) -> float | None:
-        """Var(g) / ‖E g‖². The mean of B of N batches has E‖mean‖² = ‖E g‖² + Var(g)·(1/B - 1/N): that is taken off.
+        """Var(g) / ‖E g‖², or `None` if the batches are too few to separate the mean gradient from the noise.
 
-        None where the batches are too few to tell the mean gradient from their noise.
+        The mean of B of N batches has E‖mean‖² = ‖E g‖² + Var(g)·(1/B - 1/N); the last term is subtracted.
         """
         squared_norm = self.norm_of_mean**2 - self.traces.new * (1 / self.batches - 1 / self.of)
         return self.traces.new / squared_norm if squared_norm > 0 else None
 
     @property
     def correlation_of_batches(self) -> float | None:
+        """Cov / √(Var·Var) of the traces."""
         scale = math.sqrt(self.traces.new) * math.sqrt(self.traces.old)
         return self.traces.covariance / scale if scale > 0 else None
 
     def variance_left(self, gamma: float = GAMMA) -> dict[str, float | None]:
-        """The share of the variance that is left with no correction, at ĉ, γĉ and c*, and with all of it (SVRG)."""
+        """Variance as a fraction of Var(g_new) at c = 0 (SGD), ĉ, γĉ (AGENT), c* and 1 (SVRG)."""
         scaled = None if self.c_hat is None else gamma * self.c_hat
         chosen = {"0": 0.0, "c_hat": self.c_hat, "gamma_c_hat": scaled, "c_star": self.traces.c_star, "1": 1.0}
         return {name: None if c is None else self.traces.left(c) for name, c in chosen.items()}
 
     @property
     def variance_left_by_layer(self) -> float:
-        """The share that is left where every parameter has its own c*."""
+        """Variance as a fraction of Var(g_new) if every parameter has its own c*."""
         left = math.fsum(layer.at(layer.c_star) for layer in self.by_layer.values())
         return 1.0 if self.traces.new == 0 else left / self.traces.new
 
     def report(self, gamma: float = GAMMA) -> dict[str, Any]:
-        """Plain numbers under the names of `equipoise measure`.
+        """All numbers as a dictionary, under the names of `equipoise measure`.
 
         The paper's "mean of the gradient variance" around an optimum is `variance_old / weights` with noise.
         """
@@ -154,27 +164,34 @@ def measure_gradients(
     seed: int = 0,
     of: int | None = None,
 ) -> Measurement:
-    """Run every batch at the weights of now and at the old ones, and measure how their gradients scatter.
+    """Run every batch at the current and at the old weights, and compute statistics of the gradients.
 
         model.train()
         found = measure_gradients(model, lambda model, x, y: cross_entropy(model(x), y), batches)
         found.correlation, found.traces.c_star, found.report()
 
-    batches: tuples of arguments for `loss_fn(model, *batch)`, a mean loss; two at least. of: how many there are in
-    all, where these are a sample: `correlation`, that of the mean gradients, is then in part that of their noise.
+    The model runs in its current mode, both passes of a batch with the same dropout masks. Its buffers and gradients
+    and all random number streams are left unchanged. Memory is needed for the old weights and for a few numbers per
+    active weight, independently of the number of batches.
 
-    old: weights by name, such as an earlier `state_dict()`; by default those of now with noise of this standard
-    deviation, drawn from `seed`, on active weights or `everywhere`. topology: found by itself where the model has
-    one. A weight that has been grown since the old ones has the old gradient that it would have had at zero; in
-    packed storage, where that is not computed, none.
+    A weight that was grown after the old weights were saved has the old gradient at the value zero; in packed
+    storage, which does not compute it, zero.
 
-    The model runs in the mode it is in, both passes of a batch with the same dropout; its buffers, gradients and all
-    random number streams are left as they were.
-    Memory: the old weights, and a few numbers for every active weight, however many batches there are.
+    Args:
+        model: The model.
+        loss_fn: Mean loss of a batch, called as `loss_fn(model, *batch)`.
+        batches: Tuples of arguments for `loss_fn`, at least two.
+        old: Weights by name, such as an earlier `state_dict()`; by default the current weights with noise.
+        noise: Standard deviation of the noise.
+        everywhere: Add the noise to inactive weights too.
+        topology: By default the topology attached to the model, if any.
+        seed: Seed of the noise.
+        of: Number of batches in the dataset if `batches` is a sample. `correlation` is then partly that of the
+            noise in the mean gradients.
     """
-    coordinates = trained_coordinates(model, topology)
-    snapshot = perturbed(model, coordinates, noise, seed, everywhere) if old is None else snapshot_of(model, old)
-    return measure_against(model, loss_fn, batches, [snapshot], coordinates, of)[0]
+    vector = active_vector_of(model, topology)
+    snapshot = perturbed(model, vector, noise, seed, everywhere) if old is None else snapshot_of(model, old)
+    return measure_against(model, loss_fn, batches, [snapshot], vector, of)[0]
 
 
 def measure_against(
@@ -182,73 +199,72 @@ def measure_against(
     loss_fn: LossFunction,
     batches: Batches,
     snapshots: Sequence[Snapshot],
-    coordinates: Coordinates,
+    vector: ActiveVector,
     of: int | None = None,
 ) -> list[Measurement]:
-    """`measure_gradients` against several old weights, for one pass at those of now."""
-    sums = [_Sums(coordinates) for _ in snapshots]
-    device = coordinates.parameters[0].device
+    """Like `measure_gradients`, with several snapshots of old weights and one pass at the current ones."""
+    sums = [_Sums(vector) for _ in snapshots]
+    device = vector.parameters[0].device
     with without_trace(model, device), torch.enable_grad():
         for batch in batches:
             arguments, random = as_tuple(batch), Random(device)
             loss = loss_fn(model, *arguments)
-            gradient = coordinates.differentiate(loss)
+            gradient = vector.differentiate(loss)
             for snapshot, found in zip(snapshots, sums, strict=True):
                 random.restore()
                 with snapshot.at():
                     loss_old = loss_fn(model, *arguments)
-                    found.see(gradient, coordinates.differentiate(loss_old), loss.detach(), loss_old.detach())
-    names = list(_named_parameters(model, coordinates.topology))
+                    found.see(gradient, vector.differentiate(loss_old), loss.detach(), loss_old.detach())
+    names = list(_named_parameters(model, vector.topology))
     return [found.measurement(names, of) for found in sums]
 
 
-def trained_coordinates(model: nn.Module, topology: Topology | None = None) -> Coordinates:
-    """The active places of all that is trained; the topology is found by itself where the model has one."""
+def active_vector_of(model: nn.Module, topology: Topology | None = None) -> ActiveVector:
+    """The active weights of all trainable parameters; the topology is by default the one attached to the model."""
     topology = Topology.of(model) if topology is None else topology
     parameters = _named_parameters(model, topology)
     if not parameters:
         raise UserError("the model has no trainable parameter whose gradient could be measured")
-    return Coordinates(list(parameters.values()), topology)
+    return ActiveVector(list(parameters.values()), topology)
 
 
 def _named_parameters(model: nn.Module, topology: Topology | None) -> dict[str, nn.Parameter]:
-    """Those that are trained; a sparse weight under the same name in whatever storage."""
+    """Trainable parameters; a sparse weight has the same name in both storages."""
     sparse = {id(layer.parameter): layer.name for layer in topology.layers} if topology else {}
     return {sparse.get(id(p), name): p for name, p in unwrap(model).named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
 def perturbed(
-    model: nn.Module, coordinates: Coordinates, noise: float = NOISE, seed: int = 0, everywhere: bool = False
+    model: nn.Module, vector: ActiveVector, noise: float = NOISE, seed: int = 0, everywhere: bool = False
 ) -> Snapshot:
-    """The weights of now with noise N(0, noise²) on every coordinate, or everywhere; the same on every device."""
+    """The current weights with noise N(0, noise²) on active weights, or everywhere; the same on every device."""
     if not (noise >= 0 and math.isfinite(noise)):
-        raise UserError(f"noise={noise}: a standard deviation, not negative; the paper's is {NOISE}")
-    if everywhere and is_packed(coordinates):
-        raise UserError("packed storage has no inactive weights that noise could fall on; measure a masked model")
-    places = (
-        Coordinates(coordinates.parameters, coordinates.topology, every_place=True) if everywhere else coordinates
-    )
+        raise UserError(f"noise={noise} must be a standard deviation of at least 0; the paper uses {NOISE}")
+    if everywhere and is_packed(vector):
+        raise UserError("packed storage has no inactive weights to add noise to; use a model in masked storage")
+    if everywhere:
+        vector = ActiveVector(vector.parameters, vector.topology, every_place=True)
     snapshot = Snapshot(model)
     snapshot.take()
-    drawn = torch.randn(places.size, generator=generator(seed, "perturbation")).mul_(noise)
-    moves = places.unpack(drawn.to(places.parameters[0].device))
+    drawn = torch.randn(vector.size, generator=generator(seed, "perturbation")).mul_(noise)
+    moves = vector.unpack(drawn.to(vector.parameters[0].device))
     names = {id(p): name for name, p in unwrap(model).named_parameters()}
-    for parameter, change in zip(places.parameters, moves, strict=True):
+    for parameter, change in zip(vector.parameters, moves, strict=True):
         snapshot.tensors[names[id(parameter)]] += change.to(parameter.dtype)
     return snapshot
 
 
-def is_packed(coordinates: Coordinates) -> bool:
-    return coordinates.topology is not None and coordinates.topology.storage == "packed"
+def is_packed(vector: ActiveVector) -> bool:
+    return vector.topology is not None and vector.topology.storage == "packed"
 
 
 def snapshot_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> Snapshot:
-    """Weights by name, as a snapshot; buffers that a `state_dict()` leaves out are the model's own."""
+    """A snapshot of weights given by name; buffers that are not given are those of the model."""
     inner = unwrap(model)
     for name, _ in inner.named_parameters():
         if name not in tensors:
-            raise UserError(f'the old weights are of another model: they have no "{name}"')
+            raise UserError(f'the old weights have no "{name}"; they must be of the same model')
     snapshot = Snapshot(model)
     own = chain(inner.named_parameters(), inner.named_buffers())
     snapshot.load({name: tensors.get(name, tensor).detach() for name, tensor in own})
@@ -256,14 +272,14 @@ def snapshot_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> Snapshot:
 
 
 class _Sums:
-    """Means and products of deviations over the batches so far (Welford's), in float64 and on the device."""
+    """Means and products of deviations over the batches so far (Welford's algorithm), in float64 on the device."""
 
-    def __init__(self, coordinates: Coordinates) -> None:
-        self._sizes = coordinates.sizes
-        device = coordinates.parameters[0].device
-        self._means = torch.zeros(2, coordinates.size, dtype=torch.float64, device=device)  # of g_new, of g_old
+    def __init__(self, vector: ActiveVector) -> None:
+        self._sizes = vector.sizes
+        device = vector.parameters[0].device
+        self._means = torch.zeros(2, vector.size, dtype=torch.float64, device=device)  # of g_new, of g_old
         self._products = torch.zeros(len(self._sizes), 3, dtype=torch.float64, device=device)
-        self._rows: list[Tensor] = []  # of every batch: both losses, ‖g_new‖, Pearson over weights
+        self._rows: list[Tensor] = []  # for each batch: both losses, ‖g_new‖, Pearson's correlation over weights
 
     def see(self, new: Tensor, old: Tensor, loss: Tensor, loss_old: Tensor) -> None:
         pair = torch.stack([new, old]).double()
@@ -277,7 +293,7 @@ class _Sums:
     def measurement(self, names: list[str], of: int | None) -> Measurement:
         seen = len(self._rows)
         if seen < 2:
-            raise UserError(f"a variance over batches needs at least 2 of them, not {seen}")
+            raise UserError(f"a variance over batches needs at least 2 batches, not {seen}")
         losses, losses_old, norms, pearsons = torch.stack(self._rows).unbind(1)
         check_finite(losses, "the measurement")
         estimator = LossCoefficient(smoothing=1.0)
@@ -297,13 +313,13 @@ class _Sums:
 
 
 def _products(pair: Tensor) -> Tensor:
-    """Of two rows a and b: a·a, b·b and a·b. They stay on the device."""
+    """a·a, b·b and a·b of two rows a and b, without synchronisation."""
     a, b = pair
     return torch.stack([a.dot(a), b.dot(b), a.dot(b)])
 
 
 def _pearson(pair: Tensor) -> Tensor:
-    """Pearson's correlation of two rows over their columns; NaN where one of them is constant."""
+    """Pearson's correlation of two rows over their columns; NaN if one of them is constant."""
     a, b = pair.mean(1)
     new, old, both = _products(pair) - pair.shape[1] * torch.stack([a * a, b * b, a * b])
     return both / (new.clamp(min=0).sqrt() * old.clamp(min=0).sqrt())
