@@ -144,7 +144,7 @@ def test_an_overflow_does_not_stay_in_the_average() -> None:
 
 
 def test_the_papers_numbers_are_the_defaults() -> None:
-    assert (Agent().gamma, Agent().smoothing, Agent().coefficient, Agent().way) == (0.1, 0.3, "loss", "recompute")
+    assert (Agent().gamma, Agent().smoothing, Agent().coefficient, Agent().mode) == (0.1, 0.3, "loss", "recompute")
     assert Agent().clamp
     assert (FixedC().gamma * FixedC().value, SVRG().gamma * SVRG().value) == (0.1, 1.0)
     assert (AlphaSVRG().value, AlphaSVRG().coefficient) == (0.75, "linear")

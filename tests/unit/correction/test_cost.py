@@ -46,7 +46,7 @@ def test_memory_is_counted_at_the_active_weights(estimator: Estimator, snapshots
     found = correction.plan(391)
     assert found.memory == snapshots * tensors + 3 * active * ROW + 391 * active * row
     assert found.cost == estimator.cost
-    assert found.way == estimator.source
+    assert found.mode == estimator.source
     assert "\n" not in str(found)
     assert f"{estimator.cost:.2f} x" in str(found)
 

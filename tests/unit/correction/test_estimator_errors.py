@@ -13,7 +13,7 @@ from equipoise.topology import RigL
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["recompute", "replay", "fraction", "pays"])
+@pytest.mark.parametrize("name", ["recompute", "replay", "batch_fraction", "pays"])
 def test_a_loss_that_is_not_finite_names_its_batch(name: str, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model = perceptron()
     estimator = {
@@ -28,7 +28,7 @@ def test_a_loss_that_is_not_finite_names_its_batch(name: str, bad: float, monkey
     with torch.no_grad():
         model.last.weight.mul_(1.1)
     number = 5
-    if name == "fraction":
+    if name == "batch_fraction":
         monkeypatch.setattr(correction, "_chosen", lambda total: {1, 3, 4})
         number = 4  # of the loader's batches, not of the three
     batches[number] = (torch.full_like(batches[number][0], bad), batches[number][1])

@@ -82,7 +82,7 @@ def to_the_update(correction: Correction, optimizer: torch.optim.Optimizer) -> A
 @pytest.mark.parametrize("mode", ["recompute", "replay", "running"])
 @pytest.mark.parametrize("growth", ["batch", "corrected"])
 def test_growth_looks_at_the_gradient_it_is_told_to(growth: Any, mode: Any, regrow: bool) -> None:
-    correction, optimizer, topology = made(way, growth=growth, regrow=regrow)
+    correction, optimizer, topology = made(mode, growth=growth, regrow=regrow)
     old = to_the_update(correction, optimizer)
     theta, active = vector_of(correction.model), active_of(correction.model, topology)
     batch, removed = dense_pair(correction, old, BATCHES, 3)
