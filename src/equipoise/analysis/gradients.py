@@ -30,12 +30,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equipoise.correction.active_vector import Coordinates
-from equipoise.correction.coefficient import LossCoefficient
-from equipoise.correction.containers import as_tuple
-from equipoise.correction.correction import Batches, LossFunction
-from equipoise.correction.finite import check_finite
-from equipoise.correction.snapshot import Random, Snapshot, without_trace
+from equipoise.correction.active_vector import ActiveVector, SparseLayers
+from equipoise.correction.batches import Batches, LossFunction, as_tuple, check_losses
+from equipoise.correction.coefficient import Loss
+from equipoise.correction.gradients import Gradients
+from equipoise.correction.snapshot import RandomState, Snapshot, without_trace
 from equipoise.errors import UserError
 from equipoise.seeds import generator
 from equipoise.topology import Topology
@@ -172,9 +171,9 @@ def measure_gradients(
     random number streams are left as they were.
     Memory: the old weights, and a few numbers for every active weight, however many batches there are.
     """
-    coordinates = trained_coordinates(model, topology)
-    snapshot = perturbed(model, coordinates, noise, seed, everywhere) if old is None else snapshot_of(model, old)
-    return measure_against(model, loss_fn, batches, [snapshot], coordinates, of)[0]
+    vector = trained_vector(model, topology)
+    snapshot = perturbed(model, vector, noise, seed, everywhere) if old is None else snapshot_of(model, old)
+    return measure_against(model, loss_fn, batches, [snapshot], vector, of)[0]
 
 
 def measure_against(
@@ -182,36 +181,36 @@ def measure_against(
     loss_fn: LossFunction,
     batches: Batches,
     snapshots: Sequence[Snapshot],
-    coordinates: Coordinates,
+    vector: ActiveVector,
     of: int | None = None,
 ) -> list[Measurement]:
     """`measure_gradients` against several old weights, for one pass at those of now."""
-    sums = [_Sums(coordinates) for _ in snapshots]
-    device = coordinates.parameters[0].device
-    with without_trace(model, device), torch.enable_grad():
+    sums = [_Sums(vector) for _ in snapshots]
+    device = vector.device
+    passes = Gradients()
+    with without_trace(model, device):
         for batch in batches:
-            arguments, random = as_tuple(batch), Random(device)
-            loss = loss_fn(model, *arguments)
-            gradient = coordinates.differentiate(loss)
+            arguments, random = as_tuple(batch), RandomState(device)
+            loss, gradient = passes.differentiate(loss_fn, model, arguments, vector)
             for snapshot, found in zip(snapshots, sums, strict=True):
                 random.restore()
                 with snapshot.at():
-                    loss_old = loss_fn(model, *arguments)
-                    found.see(gradient, coordinates.differentiate(loss_old), loss.detach(), loss_old.detach())
-    names = list(_named_parameters(model, coordinates.topology))
+                    loss_old, old = passes.differentiate(loss_fn, model, arguments, vector)
+                    found.see(gradient, old, loss, loss_old)
+    names = list(_named_parameters(model, vector.topology))
     return [found.measurement(names, of) for found in sums]
 
 
-def trained_coordinates(model: nn.Module, topology: Topology | None = None) -> Coordinates:
+def trained_vector(model: nn.Module, topology: Topology | None = None) -> ActiveVector:
     """The active places of all that is trained; the topology is found by itself where the model has one."""
     topology = Topology.of(model) if topology is None else topology
     parameters = _named_parameters(model, topology)
     if not parameters:
         raise UserError("the model has no trainable parameter whose gradient could be measured")
-    return Coordinates(list(parameters.values()), topology)
+    return ActiveVector(list(parameters.values()), topology)
 
 
-def _named_parameters(model: nn.Module, topology: Topology | None) -> dict[str, nn.Parameter]:
+def _named_parameters(model: nn.Module, topology: SparseLayers | None) -> dict[str, nn.Parameter]:
     """Those that are trained; a sparse weight under the same name in whatever storage."""
     sparse = {id(layer.parameter): layer.name for layer in topology.layers} if topology else {}
     return {sparse.get(id(p), name): p for name, p in unwrap(model).named_parameters() if p.requires_grad}
@@ -219,16 +218,14 @@ def _named_parameters(model: nn.Module, topology: Topology | None) -> dict[str, 
 
 @torch.no_grad()
 def perturbed(
-    model: nn.Module, coordinates: Coordinates, noise: float = NOISE, seed: int = 0, everywhere: bool = False
+    model: nn.Module, vector: ActiveVector, noise: float = NOISE, seed: int = 0, everywhere: bool = False
 ) -> Snapshot:
     """The weights of now with noise N(0, noise²) on every coordinate, or everywhere; the same on every device."""
     if not (noise >= 0 and math.isfinite(noise)):
         raise UserError(f"noise={noise}: a standard deviation, not negative; the paper's is {NOISE}")
-    if everywhere and is_packed(coordinates):
+    if everywhere and is_packed(vector):
         raise UserError("packed storage has no inactive weights that noise could fall on; measure a masked model")
-    places = (
-        Coordinates(coordinates.parameters, coordinates.topology, every_place=True) if everywhere else coordinates
-    )
+    places = ActiveVector(vector.parameters, vector.topology, every_index=True) if everywhere else vector
     snapshot = Snapshot(model)
     snapshot.take()
     drawn = torch.randn(places.size, generator=generator(seed, "perturbation")).mul_(noise)
@@ -239,8 +236,8 @@ def perturbed(
     return snapshot
 
 
-def is_packed(coordinates: Coordinates) -> bool:
-    return coordinates.topology is not None and coordinates.topology.storage == "packed"
+def is_packed(vector: ActiveVector) -> bool:
+    return vector.topology is not None and any(layer.index is not None for layer in vector.topology.layers)
 
 
 def snapshot_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> Snapshot:
@@ -258,10 +255,10 @@ def snapshot_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> Snapshot:
 class _Sums:
     """Means and products of deviations over the batches so far (Welford's), in float64 and on the device."""
 
-    def __init__(self, coordinates: Coordinates) -> None:
-        self._sizes = coordinates.sizes
-        device = coordinates.parameters[0].device
-        self._means = torch.zeros(2, coordinates.size, dtype=torch.float64, device=device)  # of g_new, of g_old
+    def __init__(self, vector: ActiveVector) -> None:
+        self._sizes = vector.sizes
+        device = vector.parameters[0].device
+        self._means = torch.zeros(2, vector.size, dtype=torch.float64, device=device)  # of g_new, of g_old
         self._products = torch.zeros(len(self._sizes), 3, dtype=torch.float64, device=device)
         self._rows: list[Tensor] = []  # of every batch: both losses, ‖g_new‖, Pearson over weights
 
@@ -279,9 +276,9 @@ class _Sums:
         if seen < 2:
             raise UserError(f"a variance over batches needs at least 2 of them, not {seen}")
         losses, losses_old, norms, pearsons = torch.stack(self._rows).unbind(1)
-        check_finite(losses, "the measurement")
-        estimator = LossCoefficient(smoothing=1.0)
-        estimator.see_losses(losses, losses_old)
+        check_losses(losses, "the measurement")
+        estimator = Loss(smoothing=1.0).make()
+        estimator.observe_losses(losses, losses_old)
         traces = self._products / (seen - 1)
         return Measurement(
             batches=seen,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from equipoise.correction.active_vector import Coordinates
-from equipoise.correction.correction import due
+from equipoise.correction import Gradients
+from equipoise.correction.active_vector import ActiveVector
+from equipoise.correction.batches import LossFunction
 from equipoise.data import Loader
 from equipoise.objectives import Objective, Standard
 from equipoise.seeds import derive
+from equipoise.topology import Topology
 from equipoise.training.batch import BatchMaker
-from equipoise.training.flat import Flat, FlatCoordinates
+from equipoise.training.flat import Flat, FlatVector
 from equipoise.training.graphs import Graphs
 from equipoise.training.parts import autocast
 from equipoise.training.rule import RULES
@@ -93,21 +95,7 @@ class CapturedStep:
         clean = Standard() if trainer.full_pass_is_clean else own
         self._losses = {False: loss_function(trainer, clean), True: loss_function(trainer, own)}
         self._compiled_losses = {attacked: self._compiled(loss) for attacked, loss in self._losses.items()}
-        self._join_correction()
-
-    def _join_correction(self) -> None:
-        """The correction's code works on this step's vectors from now on."""
-        correction = self.trainer.parts.correction
-        correction.make_coordinates = partial(FlatCoordinates, self.flat)
-        correction.backpropagate = self._gradients_are_there
-        before = correction.source.coordinates
-        if before is not None:  # a run that goes on
-            correction.source.coordinates = self._housed(before)
-
-    def _housed(self, before: Coordinates) -> Coordinates:
-        coordinates = FlatCoordinates(self.flat, before.parameters, before.topology, before.every_place)
-        coordinates.load_state_dict(before.state_dict())
-        return coordinates
+        parts.correction.use(CapturedGradients(self))
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, dynamic=False) if self._compile else function
@@ -121,9 +109,8 @@ class CapturedStep:
         wanted = Wanted(trainer.epoch, trainer.batch, self._attacks)
         self._keep_meter()
         self.number.fill_(trainer.batch)
-        corrects = correction.enabled and due(correction.steps_since_refresh, correction.estimator.step_fraction)
         size = self.batches.place(wanted.epoch, wanted.batch)
-        if not corrects and self._updates_on_the_device:
+        if not correction.corrects_next_step and self._updates_on_the_device:
             self._seed(wanted)
             self.update.set_numbers()
             self._current = wanted
@@ -158,12 +145,7 @@ class CapturedStep:
     def release(self) -> None:
         """Leave everything as eager steps want it."""
         self.settle()
-        correction = self.trainer.parts.correction
-        correction.make_coordinates, correction.backpropagate = Coordinates, Tensor.backward
-        before = correction.source.coordinates
-        if before is not None:
-            correction.source.coordinates = Coordinates(before.parameters, before.topology, before.every_place)
-            correction.source.coordinates.load_state_dict(before.state_dict())
+        self.trainer.parts.correction.use(Gradients())
 
     def refresh(self, first: int, count: int) -> None:
         """A refresh of the correction on the batches of the steps `first`, `first + 1`, ..."""
@@ -285,7 +267,7 @@ class CapturedStep:
         watches = topology.algorithm.dense_gradient == "always" and bool(topology.layers)
         return not (topology.update_is_next or watches or self.trainer.recipe.clip)
 
-    def _gradients_are_there(self, loss: Tensor) -> None:
+    def show_gradients(self) -> None:
         """In place of a backward pass: the gradients have been computed with the loss."""
         if self._updates_on_the_device:
             return
@@ -298,6 +280,43 @@ class CapturedStep:
         self.settle()
         trainer.apply_gradients()
         self.update.follow_optimizer()
+
+
+class CapturedGradients(Gradients):
+    """The passes of a captured step: they leave the gradients of the last pass in one vector."""
+
+    def __init__(self, step: CapturedStep) -> None:
+        self._step, self._flat = step, step.flat
+
+    def active_vector(
+        self, parameters: Sequence[nn.Parameter], topology: Topology | None, every_index: bool = False
+    ) -> FlatVector:
+        return FlatVector(self._flat, parameters, topology, every_index)
+
+    def differentiate(
+        self, loss_fn: LossFunction, model: nn.Module, batch: tuple[Any, ...], vector: ActiveVector
+    ) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            loss = loss_fn(model, *batch)
+        return loss, self._flat.gradients.index_select(0, _positions(vector))
+
+    def propagate(self, loss: Tensor) -> None:
+        self._step.show_gradients()
+
+    def is_empty(self, parameters: Sequence[nn.Parameter]) -> bool:
+        return True
+
+    def read(self, vector: ActiveVector) -> Tensor:
+        found, live = self._flat.gradients.index_select(0, _positions(vector)), vector.live()
+        return found if live is None else found.mul_(live)  # masks are applied later than in eager mode
+
+    def add(self, vector: ActiveVector, delta: Tensor) -> None:
+        self._flat.gradients.index_add_(0, _positions(vector), delta.to(self._flat.dtype))
+
+
+def _positions(vector: ActiveVector) -> Tensor:
+    assert isinstance(vector, FlatVector)
+    return vector.positions
 
 
 class Coming:

@@ -27,7 +27,7 @@ def plain_names(model: nn.Module) -> dict[int, str]:
 def in_storage(state: State, storage: str, shapes: Shapes) -> State:
     """The state of a run as one in the other storage would have saved it.
 
-    Vectors over the coordinates of a correction are the same in both. What packed storage does not have is zero
+    Active vectors of a correction are the same in both. What packed storage does not have is zero
     after the way back: the momentum that BSR-Net leaves at inactive places.
     """
     if state["storage"] == storage:
@@ -141,11 +141,11 @@ def _average(state: State, convert: Any) -> State | None:
 
 
 def _snapshot_index(state: State, shapes: Shapes) -> dict[str, Tensor]:
-    """Where the snapshot was active: its coordinates know; without any, where it is not zero."""
-    snapshot, coordinates = state["correction"]["snapshot"], state["correction"]["coordinates"]
+    """Where the snapshot was active: its active vector knows; without any, where it is not zero."""
+    snapshot, vector = state["correction"]["snapshot"], state["correction"]["active_vector"]
     if not snapshot:
         return {}
-    known = {} if coordinates is None else dict(zip(state["names"]["model"], coordinates["index"], strict=True))
+    known = {} if vector is None else dict(zip(state["names"]["model"], vector["indices"], strict=True))
     result = {}
     for name, shape in shapes.items():
         weight = snapshot[name].reshape(-1)

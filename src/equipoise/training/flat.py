@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equipoise.correction.active_vector import Coordinates
+from equipoise.correction.active_vector import ActiveVector, SparseLayers
 from equipoise.storage.masked import MaskedLayer
 from equipoise.topology import Topology
 
@@ -86,51 +86,35 @@ class Flat:
         view.copy_(tensor)
         return view
 
-    def positions(self, coordinates: Coordinates) -> Tensor:
-        """Where each coordinate lies in the vector."""
+    def positions(self, active: ActiveVector) -> Tensor:
+        """The position of every entry of an active vector in the vector of all numbers."""
         numbers = torch.arange(self.size, device=self.device, dtype=torch.int32)
-        parts = [self.view(p, numbers).reshape(-1) for p in coordinates.parameters]
+        parts = [self.view(p, numbers).reshape(-1) for p in active.parameters]
         chosen = [
             part if index is None else part.index_select(0, index)
-            for part, index in zip(parts, coordinates.index, strict=True)
+            for part, index in zip(parts, active.indices, strict=True)
         ]
         return torch.cat(chosen)
 
 
-class FlatCoordinates(Coordinates):
-    """Coordinates of parameters that lie in one vector: gradients are read and added to by a single kernel.
-
-    What stands in the vector of gradients is what was differentiated last.
-    """
+class FlatVector(ActiveVector):
+    """The active vector of parameters that lie in one vector, with the position of every entry in it."""
 
     def __init__(
-        self, flat: Flat, parameters: Sequence[nn.Parameter], topology: Topology | None, every_place: bool = False
+        self, flat: Flat, parameters: Sequence[nn.Parameter], topology: SparseLayers | None, every_index: bool = False
     ) -> None:
         self._flat = flat
-        super().__init__(parameters, topology, every_place)
-        self._used = set(range(len(self.parameters)))
+        super().__init__(parameters, topology, every_index)
+        self.used = set(range(len(self.parameters)))
 
-    def _measure(self) -> None:
-        super()._measure()
-        self._positions = self._flat.positions(self)
-
-    def renewed(self) -> FlatCoordinates:
-        return FlatCoordinates(self._flat, self.parameters, self.topology, self.every_place)
-
-    def differentiate(self, loss: Tensor) -> Tensor:
-        return self._flat.gradients.index_select(0, self._positions)
-
-    def gradients(self) -> Tensor:
-        found, live = self._flat.gradients.index_select(0, self._positions), self.live()
-        return found if live is None else found.mul_(live)  # masks are applied later than in eager mode
-
-    def add_to_gradients(self, vector: Tensor) -> None:
-        self._flat.gradients.index_add_(0, self._positions, vector.to(self._flat.dtype))
+    def _set_indices(self, indices: list[Tensor | None], made_at: int) -> None:
+        super()._set_indices(indices, made_at)
+        self.positions = self._flat.positions(self)
 
     def live(self) -> Tensor | None:
-        if self.topology is None or (self.topology.updates == self.made_at and not self.every_place):
+        if self.topology is None or (self.topology.updates == self.made_at and not self.every_index):
             return None
         if self._live is None or self._live[0] != self.topology.updates:
-            mask = self._flat.places.index_select(0, self._positions) < 0
+            mask = self._flat.places.index_select(0, self.positions) < 0
             self._live = (self.topology.updates, mask.to(self.dtype))
         return self._live[1]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.correction import NonFiniteLoss
+from equipoise.errors import NonFiniteLoss
 from equipoise.world import World
 
 

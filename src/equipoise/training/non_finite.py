@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from equipoise.correction import NonFiniteLoss
+from equipoise.errors import NonFiniteLoss
 from equipoise.training.convert_storage import plain_names
 
 ADVICE = "the last checkpoint is intact, lower the learning rate"

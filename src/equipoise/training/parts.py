@@ -68,9 +68,7 @@ def make_parts(recipe: Recipe, world: World = ALONE) -> Parts:
     total = recipe.epochs * len(train)
     topology = recipe.topology.attach(model, optimizer, total)
     topology.join(world)
-    correction = attach_correction(recipe, model, topology, len(train))
-    correction.world = world
-    correction.cost = relative_cost(recipe, correction.estimator)
+    correction = attach_correction(recipe, model, topology, len(train), world)
     average = EMA(model, recipe.ema, topology) if recipe.ema else None
     loaders = scoring_loaders(recipe, splits, device, world)
     return Parts(device, model, optimizer, topology, correction, average, train, loaders)
@@ -110,7 +108,9 @@ def _unpackable(recipe: Recipe, model: nn.Module, device: torch.device) -> str |
     return why_not(model, recipe.topology)
 
 
-def attach_correction(recipe: Recipe, model: nn.Module, topology: Topology, batches: int) -> Correction:
+def attach_correction(
+    recipe: Recipe, model: nn.Module, topology: Topology, batches: int, world: World = ALONE
+) -> Correction:
     """The recipe's correction; where it leaves the way open, by the cheapest that gives the same estimate.
 
     That is `replay` if batches are known ahead and it fits, and `running` where an attack makes them at their step,
@@ -120,18 +120,22 @@ def attach_correction(recipe: Recipe, model: nn.Module, topology: Topology, batc
     said = isinstance(named, Mapping) and "mode" in named
     possible = (
         estimator.corrects
-        and estimator.source == "recompute"
+        and estimator.mode == "recompute"
         and estimator.batch_fraction == estimator.step_fraction == 1
     )
-    total = recipe.epochs * batches
+
+    def attach(chosen: Estimator) -> Correction:
+        cost = relative_cost(recipe, chosen)
+        return chosen.attach(model, topology, recipe.epochs * batches, recipe.seed, world=world, cost=cost)
+
     if possible and not said and recipe.objective.attack_passes:
         if "full_pass" not in recipe.raw:
             estimator = replace(estimator, mode="running")
     elif possible and not said:
-        replaying = replace(estimator, mode="replay").attach(model, topology, total, recipe.seed)
-        if topology.world.all(replaying.plan(batches).fits(replaying.device)):
+        replaying = attach(replace(estimator, mode="replay"))
+        if topology.world.all(replaying.estimate_cost(batches).fits(replaying.device)):
             return replaying
-    return estimator.attach(model, topology, total, recipe.seed)
+    return attach(estimator)
 
 
 def relative_cost(recipe: Recipe, estimator: Estimator) -> float:
@@ -142,7 +146,7 @@ def relative_cost(recipe: Recipe, estimator: Estimator) -> float:
     own = 3 * recipe.objective.loss_passes
     attack = 2 * recipe.objective.attack_passes
     extra = own * (estimator.cost - 1)
-    if recipe.full_pass == "adversarial" and estimator.source == "recompute":
+    if recipe.full_pass == "adversarial" and estimator.mode == "recompute":
         extra += attack
     return 1 + extra / (own + attack)
 

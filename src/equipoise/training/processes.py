@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from equipoise.correction.containers import copied
+from equipoise.correction.state import copy_state
 from equipoise.errors import UserError
 from equipoise.objectives import Objective
 from equipoise.objectives.ball import SharedGenerator
 from equipoise.world import ALONE, World
 
 OWN = ("meter", "random")  # what each process has of its own, beside shares of the correction's state
+SHARES = ("mode", "loss_pairs")  # the parts of the correction's state that differ between processes
 
 
 @contextmanager
@@ -98,8 +99,8 @@ def own_generator(world: World, device: torch.device, images: int) -> torch.Gene
 def local_part(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of a state is a process's own: its shares of old gradients and losses, its counts, its random numbers."""
     correction = state["correction"]
-    own = {"source": correction["source"], "pairs": correction["pairs"], **{key: state[key] for key in OWN}}
-    return dict(copied(own, torch.device("cpu")))
+    own = {**{key: correction[key] for key in SHARES}, **{key: state[key] for key in OWN}}
+    return dict(copy_state(own, torch.device("cpu")))
 
 
 def taken_up(state: dict[str, Any], world: World) -> dict[str, Any]:
@@ -114,9 +115,9 @@ def taken_up(state: dict[str, Any], world: World) -> dict[str, Any]:
     parts = [local_part(state), *state.get("others", [])]
     own = parts[world.rank % len(parts)]
     if len(parts) != world.size:
-        own |= {key: _mean([part[key] for part in parts]) for key in ("source", "pairs")}
+        own |= {key: _mean([part[key] for part in parts]) for key in SHARES}
         own["meter"] = _total([part["meter"] for part in parts], world.leads)
-    correction = {**state["correction"], "source": own["source"], "pairs": own["pairs"]}
+    correction = {**state["correction"], **{key: own[key] for key in SHARES}}
     return {**state, "correction": correction, **{key: own[key] for key in OWN}}
 
 

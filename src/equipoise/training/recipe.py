@@ -166,7 +166,7 @@ def make_recipe(raw: Mapping[str, Any]) -> Recipe:
         raw=copy.deepcopy(dict(raw)),
         **plain,
     )
-    if recipe.objective.attack_passes and recipe.correction.corrects and recipe.correction.source == "replay":
+    if recipe.objective.attack_passes and recipe.correction.corrects and recipe.correction.mode == "replay":
         raise UserError("replay needs batches known ahead, and an attack makes them at their step; use mode=running")
     return recipe
 

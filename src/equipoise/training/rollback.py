@@ -6,8 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from equipoise.correction import NonFiniteLoss
-from equipoise.errors import UserError
+from equipoise.errors import NonFiniteLoss, UserError
 
 if TYPE_CHECKING:
     from equipoise.training.trainer import Trainer

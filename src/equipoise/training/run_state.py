@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from equipoise.correction.snapshot import Random
+from equipoise.correction.snapshot import RandomState
 from equipoise.errors import UserError
 from equipoise.training.convert_storage import in_storage, plain_names
 from equipoise.training.processes import local_part, taken_up
@@ -31,7 +31,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "correction": parts.correction.state_dict(),
         "average": None if parts.average is None else parts.average.state_dict(),
         "meter": trainer.meter.state_dict(),
-        "random": list(Random(parts.device).state()),
+        "random": list(RandomState(parts.device).state()),
     }
     if not trainer.world.alone:
         state["others"] = trainer.world.gather_object(local_part(state))[1:]
@@ -48,7 +48,7 @@ def _names(trainer: Trainer) -> dict[str, list[str]]:
     }
 
 
-def restore(trainer: Trainer, state: dict[str, Any]) -> Random:
+def restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
     """Stand where the state was saved; the streams of random numbers, which the process then has, too."""
     try:
         return _restore(trainer, state)
@@ -59,7 +59,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> Random:
         raise UserError(f"the checkpoint does not fit the recipe: {line[:200]}") from None
 
 
-def _restore(trainer: Trainer, state: dict[str, Any]) -> Random:
+def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
     parts, recipe = trainer.parts, trainer.recipe
     for part, kind in recipe.kinds.items():
         if state["kinds"][part] != kind:
@@ -85,6 +85,6 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> Random:
     )
     trainer.meter.load_state_dict(state["meter"])
     cpu, cuda = state["random"]
-    random = Random.of(cpu, cuda, parts.device)
+    random = RandomState.of(cpu, cuda, parts.device)
     random.restore()
     return random

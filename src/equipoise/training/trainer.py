@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.correction import NonFiniteLoss
-from equipoise.correction.snapshot import Random
+from equipoise.correction.snapshot import RandomState
+from equipoise.errors import NonFiniteLoss
 from equipoise.objectives import Standard
 from equipoise.seeds import derive
 from equipoise.training import rollback, signals
@@ -68,7 +68,7 @@ class Trainer:
         self.captured: CapturedStep | None = None
         self._may_capture = recipe.engine == "auto" and self.parts.device.type == "cuda"
         torch.manual_seed(derive(recipe.seed, "training", *([] if world.alone else [world.rank])))
-        self._random = Random(self.parts.device)  # what others draw before the run does not matter
+        self._random = RandomState(self.parts.device)  # what others draw before the run does not matter
 
     @property
     def step(self) -> int:
@@ -83,7 +83,7 @@ class Trainer:
     def raw(self) -> dict[str, Any]:
         """The recipe as a resumed run must find it: with the way of the correction and the storage chosen for it."""
         raw, estimator = dict(self.recipe.raw), self.parts.correction.estimator
-        if estimator.corrects and estimator.source == estimator.mode:
+        if estimator.corrects and len(estimator.modes) > 1:
             name, options = split(raw["correction"], "correction")
             raw["correction"] = {"name": name, **options, "mode": estimator.mode}
         if self.parts.topology.layers:
@@ -113,7 +113,7 @@ class Trainer:
                 except NonFiniteLoss as error:
                     rollback.roll_back(self, error)
         finally:
-            self._random = Random(self.parts.device)
+            self._random = RandomState(self.parts.device)
             self.watcher.end()
         if self.learned_nothing and self.world.leads:
             warnings.warn(STUCK, stacklevel=2)
@@ -208,7 +208,7 @@ class Trainer:
             return None
         batches = len(self.parts.train)
         first, count = self.epoch * batches, batches
-        if estimator.source == "replay":
+        if estimator.mode == "replay":
             first, count = self.step, min(estimator.every or batches, self.total_steps - self.step)
         try:
             if self.captured is not None:
