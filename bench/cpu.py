@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equipoise.correction import Agent
+from equipoise.correction import Agent, Loss
 from equipoise.deploy import Blueprint, Network, write_packed
 from equipoise.deploy.frozen import freeze
 from equipoise.models.resnet import resnet18
@@ -172,7 +172,7 @@ def epochs(batches: list[tuple[Tensor, Tensor]]) -> dict[str, Work]:
     sparse = pack(vgg_c(), algorithm).train()
     stepper = torch.optim.SGD(sparse.parameters(), lr=0.01, momentum=0.9)
     topology = algorithm.attach(sparse, stepper, 1000 * len(batches))
-    agent = Agent(mode="replay", loss_share=0.1).attach(sparse, topology)  # the share of an epoch of 391 batches
+    agent = Agent(mode="replay", coefficient=Loss(batch_fraction=0.1)).attach(sparse, topology)  # as in 391 batches
 
     def sparse_epoch() -> None:
         agent.refresh(batches, loss_fn)
@@ -212,11 +212,10 @@ def memory() -> str:
         agent.backward(loss_fn, x, y)
         optimizer.step()
     state = agent.state_dict()
-    coordinates = state["coordinates"]["index"]
     held = bytes_of(model.parameters()) + bytes_of(model.buffers()) + bytes_of(p.grad for p in model.parameters())
     held += bytes_of(t for values in optimizer.state.values() for t in values.values())
-    held += bytes_of(layer.saved() for layer in topology.layers) + bytes_of(coordinates)
-    held += bytes_of(state["snapshot"].values()) + bytes_of(state["source"].values())
+    held += bytes_of(layer.saved() for layer in topology.layers) + bytes_of(state["active_vector"]["indices"])
+    held += bytes_of(state["snapshot"].values()) + bytes_of(state["mode"].values())
     held += bytes_of(state["statistics"]["sums"] or ())
     return (
         f"Weights, gradients, momentum, indices and AGENT's copies of VGG-C at 99 %, packed: {held / 1e6:.1f} MB; "

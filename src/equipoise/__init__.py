@@ -3,7 +3,7 @@
 import equipoise as eq
 
 topology = eq.RigL(sparsity=0.9).attach(model, optimizer, total_steps=steps)
-agent = eq.Agent(gamma=0.1, smoothing=0.3).attach(model, topology)
+agent = eq.Agent(gamma=0.1).attach(model, topology)
 network = eq.load("exported.safetensors")
 """
 

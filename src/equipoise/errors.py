@@ -10,6 +10,10 @@ class UserError(ValueError):
     """
 
 
+class NonFiniteLoss(UserError):
+    """A loss, a gradient or a weight is NaN or infinite."""
+
+
 def one_line(text: str, longest: int = LONGEST) -> str:
     """Text as one line that means nothing to a terminal: control characters written out, a long middle left out."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))

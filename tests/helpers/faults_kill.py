@@ -29,7 +29,7 @@ CORRECTIONS: dict[str, Any] = {
     "agent, recompute": {"name": "agent", "mode": "recompute"},
     "agent, replay": {"name": "agent", "mode": "replay"},
     "agent, running": {"name": "agent", "mode": "running"},
-    "agent, c per layer": {"name": "agent", "coefficient": "gradient", "per_layer": True, "gamma": 1.0},
+    "agent, c per layer": {"name": "agent", "coefficient": {"name": "gradient", "per_layer": True}, "gamma": 1.0},
     "svrg, every 4": {"name": "svrg", "mode": "replay", "every": 4},
     "alpha-svrg": "alpha-svrg",
     "mvr": "mvr",

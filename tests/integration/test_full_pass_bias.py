@@ -83,7 +83,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("weight", [1.0, 0.3])
 def test_an_adversarial_full_pass_is_unbiased_at_the_snapshot(weight: float, problem: Callable[..., Problem]) -> None:
-    it = problem("full_pass=adversarial", f"correction.value={weight}")
+    it = problem("full_pass=adversarial", f"correction.coefficient.value={weight}")
     start = it.weights()
     at_snapshot, _ = corrected_means(it.trainer, torch.zeros_like(start))
     assert_close(at_snapshot, it.gradient(start, start))
@@ -92,7 +92,7 @@ def test_an_adversarial_full_pass_is_unbiased_at_the_snapshot(weight: float, pro
 @pytest.mark.parametrize("weight", [1.0, 0.3])
 def test_a_clean_full_pass_has_the_bias_that_the_paper_names(weight: float, problem: Callable[..., Problem]) -> None:
     """E g = E g_new - w·(E g_old - g̃), with g_old of adversarial and g̃ of clean images: γ is there to shrink it."""
-    it = problem("full_pass=clean", f"correction.value={weight}")
+    it = problem("full_pass=clean", f"correction.coefficient.value={weight}")
     start = it.weights()
     at_snapshot, _ = corrected_means(it.trainer, torch.zeros_like(start))
     adversarial, clean = it.gradient(start, start), it.gradient(None, start)

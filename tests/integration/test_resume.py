@@ -51,7 +51,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "rigl, agent by replay with a coefficient per layer, adam": {
         "topology": {"name": "rigl", "sparsity": 0.7, "every": 3},
-        "correction": {"name": "agent", "mode": "replay", "coefficient": "gradient", "per_layer": True, "gamma": 1},
+        "correction": {
+            "name": "agent",
+            "mode": "replay",
+            "coefficient": {"name": "gradient", "per_layer": True},
+            "gamma": 1,
+        },
         "optimizer": {"name": "adam", "lr": 0.005},
         "checkpoint": {"steps": 5, "keep": 1},
     },
@@ -129,7 +134,7 @@ def test_every_topology_with_every_correction(topology: str, correction: str, mo
         [("after a step", 4), ("after a refresh", 1), ("within a step", 5)],
         epochs=3,
         topology={"name": topology, "sparsity": 0.8, **moving},
-        correction={"name": correction, "mode": way},
+        correction={"name": correction, "mode": mode},
         checkpoint={"steps": 3},
     )
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from equipoise.cli import main
 from equipoise.cli.listing import all_kinds, lines_of
-from equipoise.correction import SGD, Agent
+from equipoise.correction import SGD, Agent, Loss
 from equipoise.data import Augment
 from equipoise.models import MODELS
 from equipoise.objectives import AdversarialTraining, Standard, Trades
@@ -28,7 +28,7 @@ SCHEDULES = {  # overlay: lr at epochs 0, 49, 50, 99, 100, 149, 150, 199
     None: (0.04, 0.04, 0.004, 0.004, 0.0002, 0.0002, 0.0002, 0.0002),
     "bsr-own-schedule": (0.1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001),
 }
-CORRECTIONS = {None: SGD(), "agent": Agent(gamma=0.1, smoothing=0.3, coefficient="loss")}
+CORRECTIONS = {None: SGD(), "agent": Agent(gamma=0.1, coefficient=Loss(smoothing=0.3))}
 PIPELINES = list(product(NETWORKS, DATA, OBJECTIVES, (0.9, 0.99), CORRECTIONS, SCHEDULES))
 
 

@@ -31,12 +31,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equipoise.correction.active_vector import Coordinates as ActiveVector
-from equipoise.correction.coefficient import LossCoefficient
-from equipoise.correction.containers import as_tuple
-from equipoise.correction.correction import Batches, LossFunction
-from equipoise.correction.finite import check_finite
-from equipoise.correction.snapshot import Random, Snapshot, without_trace
+from equipoise.correction.active_vector import ActiveVector, SparseLayers
+from equipoise.correction.batches import Batches, LossFunction, as_tuple, check_losses
+from equipoise.correction.coefficient import Loss
+from equipoise.correction.gradients import Gradients
+from equipoise.correction.snapshot import RandomState, Snapshot, without_trace
 from equipoise.errors import UserError
 from equipoise.seeds import generator
 from equipoise.topology import Topology
@@ -204,17 +203,16 @@ def measure_against(
 ) -> list[Measurement]:
     """Like `measure_gradients`, with several snapshots of old weights and one pass at the current ones."""
     sums = [_Sums(vector) for _ in snapshots]
-    device = vector.parameters[0].device
-    with without_trace(model, device), torch.enable_grad():
+    passes = Gradients()
+    with without_trace(model, vector.device):
         for batch in batches:
-            arguments, random = as_tuple(batch), Random(device)
-            loss = loss_fn(model, *arguments)
-            gradient = vector.differentiate(loss)
+            arguments, random = as_tuple(batch), RandomState(vector.device)
+            loss, gradient = passes.differentiate(loss_fn, model, arguments, vector)
             for snapshot, found in zip(snapshots, sums, strict=True):
                 random.restore()
                 with snapshot.at():
-                    loss_old = loss_fn(model, *arguments)
-                    found.see(gradient, vector.differentiate(loss_old), loss.detach(), loss_old.detach())
+                    loss_old, old = passes.differentiate(loss_fn, model, arguments, vector)
+                    found.see(gradient, old, loss, loss_old)
     names = list(_named_parameters(model, vector.topology))
     return [found.measurement(names, of) for found in sums]
 
@@ -228,7 +226,7 @@ def active_vector_of(model: nn.Module, topology: Topology | None = None) -> Acti
     return ActiveVector(list(parameters.values()), topology)
 
 
-def _named_parameters(model: nn.Module, topology: Topology | None) -> dict[str, nn.Parameter]:
+def _named_parameters(model: nn.Module, topology: SparseLayers | None) -> dict[str, nn.Parameter]:
     """Trainable parameters; a sparse weight has the same name in both storages."""
     sparse = {id(layer.parameter): layer.name for layer in topology.layers} if topology else {}
     return {sparse.get(id(p), name): p for name, p in unwrap(model).named_parameters() if p.requires_grad}
@@ -244,7 +242,7 @@ def perturbed(
     if everywhere and is_packed(vector):
         raise UserError("packed storage has no inactive weights to add noise to; use a model in masked storage")
     if everywhere:
-        vector = ActiveVector(vector.parameters, vector.topology, every_place=True)
+        vector = ActiveVector(vector.parameters, vector.topology, every_index=True)
     snapshot = Snapshot(model)
     snapshot.take()
     drawn = torch.randn(vector.size, generator=generator(seed, "perturbation")).mul_(noise)
@@ -256,7 +254,7 @@ def perturbed(
 
 
 def is_packed(vector: ActiveVector) -> bool:
-    return vector.topology is not None and vector.topology.storage == "packed"
+    return vector.topology is not None and any(layer.index is not None for layer in vector.topology.layers)
 
 
 def snapshot_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> Snapshot:
@@ -295,9 +293,9 @@ class _Sums:
         if seen < 2:
             raise UserError(f"a variance over batches needs at least 2 batches, not {seen}")
         losses, losses_old, norms, pearsons = torch.stack(self._rows).unbind(1)
-        check_finite(losses, "the measurement")
-        estimator = LossCoefficient(smoothing=1.0)
-        estimator.see_losses(losses, losses_old)
+        check_losses(losses, "the measurement")
+        estimator = Loss(smoothing=1.0).make()
+        estimator.observe_losses(losses, losses_old)
         traces = self._products / (seen - 1)
         return Measurement(
             batches=seen,

@@ -318,9 +318,9 @@ def _watch(trainer: Any, path: Path, tensorboard: bool, measure: int = 0) -> Non
         watcher = Both(watcher, MeasureWatcher(path / "measure.jsonl", measure))
     trainer.watcher = watcher
     if trainer.recipe.correction.corrects:
-        plan = trainer.parts.correction.plan(len(trainer.parts.train))
-        plan.check(trainer.parts.device)
-        console.print(f"correction: {plan}")
+        cost = trainer.parts.correction.estimate_cost(len(trainer.parts.train))
+        cost.check(trainer.parts.device)
+        console.print(f"correction: {cost}")
 
 
 def _run(trainer: Any, path: Path) -> None:

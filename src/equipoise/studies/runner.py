@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from equipoise.correction import NonFiniteLoss
 from equipoise.display.tables import percent
-from equipoise.errors import UserError, one_line
+from equipoise.errors import NonFiniteLoss, UserError, one_line
 from equipoise.seeds import derive
 from equipoise.studies.design import Design, same_recipe
 from equipoise.studies.launch import Failure, Launcher, here, together
@@ -189,7 +188,7 @@ def _trainer(job: Job) -> Iterator[Trainer]:
 def _fresh(job: Job) -> Trainer:
     recipe = make_recipe(job.recipe)
     trainer = Trainer(recipe)
-    trainer.parts.correction.plan(len(trainer.parts.train)).check(trainer.parts.device)
+    trainer.parts.correction.estimate_cost(len(trainer.parts.train)).check(trainer.parts.device)
     trainer.folder = RunFolder.create(job.folder, trainer.raw, recipe.checkpoint.keep)
     trainer.folder.claim()
     return trainer

@@ -22,8 +22,8 @@ from equipoise.analysis.gradient_statistics import (
     perturbed,
     snapshot_of,
 )
-from equipoise.correction.active_vector import Coordinates
-from equipoise.correction.correction import Batches
+from equipoise.correction.active_vector import ActiveVector
+from equipoise.correction.batches import Batches
 from equipoise.correction.snapshot import Snapshot
 from equipoise.errors import UserError
 from equipoise.seeds import derive
@@ -64,29 +64,29 @@ def measure_trainer(
     if draws < 1:
         raise UserError(f"draws={draws}: the noise is drawn at least once")
     model = trainer.parts.model
-    coordinates = active_vector_of(model, trainer.parts.topology)
+    vector = active_vector_of(model, trainer.parts.topology)
     prepared = _prepared(trainer, batches, on_batch)
     if old is not None:
-        [report] = _reports(trainer, prepared, [snapshot_of(model, old)], coordinates, gamma)
+        [report] = _reports(trainer, prepared, [snapshot_of(model, old)], vector, gamma)
         return strict(report | dict.fromkeys(("noise", "draws", "deviation", "everywhere")))
 
     def moved(everywhere: bool) -> list[Snapshot]:
         seeds = [derive(seed, "measure", i) for i in range(draws)]
-        return [perturbed(model, coordinates, noise, each, everywhere) for each in seeds]
+        return [perturbed(model, vector, noise, each, everywhere) for each in seeds]
 
-    inactive = any(index is not None for index in coordinates.index)
-    apart = inactive and not is_packed(coordinates)  # in a dense model both kinds of noise are one
+    inactive = any(index is not None for index in vector.indices)
+    apart = inactive and not is_packed(vector)  # in a dense model both kinds of noise are one
     snapshots = moved(everywhere=False) + (moved(everywhere=True) if apart else [])
-    reports = _reports(trainer, prepared, snapshots, coordinates, gamma)
+    reports = _reports(trainer, prepared, snapshots, vector, gamma)
     active, everywhere = (
         {**_mean(part), "deviation": _deviations(part)} for part in (reports[:draws], reports[-draws:])
     )
-    known = None if is_packed(coordinates) else {key: everywhere[key] for key in (*OF_NOISE, "deviation")}
+    known = None if is_packed(vector) else {key: everywhere[key] for key in (*OF_NOISE, "deviation")}
     return strict(active | {"noise": noise, "draws": draws, "everywhere": known})
 
 
 def _reports(
-    trainer: Trainer, batches: Batches, snapshots: Sequence[Snapshot], coordinates: Coordinates, gamma: float
+    trainer: Trainer, batches: Batches, snapshots: Sequence[Snapshot], vector: ActiveVector, gamma: float
 ) -> list[dict[str, Any]]:
     """One for every snapshot."""
     recipe, parts = trainer.recipe, trainer.parts
@@ -96,7 +96,7 @@ def _reports(
             return recipe.objective.loss(model, *batch)[0]
 
     with _training_mode(parts.model):
-        found = measure_against(parts.model, loss, batches, snapshots, coordinates, of=len(parts.train))
+        found = measure_against(parts.model, loss, batches, snapshots, vector, of=len(parts.train))
     return [each.report(gamma) for each in found]
 
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from equipoise import SET, Static, Topology, UserError
 from equipoise.analysis import Measurement, measure_gradients
 from equipoise.analysis.gradient_statistics import Traces, perturbed
-from equipoise.correction import NonFiniteLoss
-from equipoise.correction.active_vector import Coordinates
+from equipoise.correction.active_vector import ActiveVector
+from equipoise.errors import NonFiniteLoss
 from equipoise.sparse import pack
 from train_helpers import assert_same_state
 
@@ -235,8 +235,8 @@ def test_more_noise_means_less_correlation() -> None:
 def test_noise_is_added_to_active_weights_alone() -> None:
     model = nn.Sequential(nn.Linear(60, 50), nn.BatchNorm1d(50), nn.Linear(50, 10))
     mask = sparse(model, 0.8).masks["0.weight"]
-    coordinates = Coordinates(list(model.parameters()), Topology.of(model))
-    first, again, other = (perturbed(model, coordinates, 0.015, seed).tensors for seed in (0, 0, 1))
+    vector = ActiveVector(list(model.parameters()), Topology.of(model))
+    first, again, other = (perturbed(model, vector, 0.015, seed).tensors for seed in (0, 0, 1))
     assert not first["0.weight"][~mask].any()
     moves = torch.cat([(first[name] - p)[p != 0].detach() for name, p in model.named_parameters()])
     assert float(moves.std()) == pytest.approx(0.015, rel=0.1)
@@ -252,8 +252,8 @@ def test_noise_everywhere_includes_inactive_weights_and_gradients_stay_those_of_
     model = nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, CLASSES))
     topology = sparse(model, 0.8)
     mask = topology.masks["0.weight"]
-    coordinates = Coordinates(list(model.parameters()), topology)
-    moved = perturbed(model, coordinates, 0.015, everywhere=True).tensors
+    vector = ActiveVector(list(model.parameters()), topology)
+    moved = perturbed(model, vector, 0.015, everywhere=True).tensors
     for part in (mask, ~mask):
         change = (moved["0.weight"] - model[0].weight)[part].detach()
         assert float(change.std()) == pytest.approx(0.015, rel=0.1)
@@ -370,7 +370,7 @@ def test_a_gpu_gives_the_same_numbers() -> None:
         ({"old": {"weight": torch.zeros(CLASSES, FEATURES)}}, 'the old weights have no "bias"'),
         (
             {"old": {"weight": torch.zeros(2, 2), "bias": torch.zeros(CLASSES)}},
-            '"weight" has shape (2, 2), here (3, 5)',
+            '"weight" has shape (2, 2) in the snapshot and (3, 5) in the model',
         ),
     ],
 )

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.correction import NonFiniteLoss
-from equipoise.errors import UserError
+from equipoise.errors import NonFiniteLoss, UserError
 from equipoise.training import RunFolder, Trainer, make_recipe, resume
 from equipoise.training.non_finite import check_loss, check_weights, clip_gradients, first_bad_output
 from equipoise.training.watchers import Watcher

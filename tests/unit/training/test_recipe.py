@@ -117,7 +117,7 @@ def test_every_key_reaches_its_part() -> None:
         ({"topology": "dense-itop"}, 'topology: "dense" never changes, so there is no "dense-itop"'),
         ({"topology": "rigl-itop-itop"}, 'no topology is called "rigl-itop"'),
         ({"objective": "att"}, 'no objective is called "att"'),
-        ({"correction": {"name": "agent", "gamma": 2}}, "correction: gamma=2.0: between 0 and 1"),
+        ({"correction": {"name": "agent", "gamma": 2}}, "correction: gamma=2.0 must be between 0 and 1"),
         ({"correction": {"name": "agent", "mode": "guess"}}, "correction.mode='guess'"),
         ({"optimizer": {"name": "sgd", "lr": 0}}, "optimizer: lr=0.0: the learning rate is positive"),
         ({"optimizer": {"name": "sgd", "momentum": 1}}, "optimizer: momentum=1.0"),
