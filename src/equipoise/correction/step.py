@@ -80,7 +80,6 @@ class CorrectedStep:
         deviation = old.gradient - old.reference
         everywhere = deviation.clone() if self._growth_is_next else None
         live = vector.live()
-        if live is not None:
         for mask in (live, old.known):
             if mask is not None:
                 deviation *= mask

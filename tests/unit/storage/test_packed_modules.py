@@ -1,11 +1,9 @@
-"""What of a model packing must leave as it is: ties, types, frozen parameters, padding; or refuse."""
+"""Packed layers keep ties, types, frozen parameters, attributes and padding of their layers, or refuse them."""
 
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,15 +11,15 @@ from torch import Tensor, nn
 
 from equipoise.deploy.frozen import freeze
 from equipoise.errors import UserError
-from equipoise.kernels import arena
-from equipoise.kernels import library as kernels
+from equipoise.kernels import library
+from equipoise.kernels.blocked import to_blocked
 from equipoise.storage.pack import unpack
-from equipoise.storage.packed_modules import PackedLayer
+from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer, packed
 from equipoise.topology import SET
 from equipoise.topology.packing import pack, why_not
 from sparse_helpers import convolutions, linear, packed_model
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
+pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason())
 
 
 # -- tied weights
@@ -153,16 +151,26 @@ def test_frozen_parameters_stay_frozen(make: Callable[[], nn.Module], which: str
         assert (parameter.grad is not None) is expected[name]
 
 
-# -- memory
+# -- blocked activations
 
 
-def test_half_made_loans_are_dropped_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr("sys.unraisablehook", seen.append)
-    loan = arena._Loan.__new__(arena._Loan)
-    del loan
-    gc.collect()
-    assert not seen
+def test_packed_layers_refuse_blocked_maps_of_wrong_channels_and_dimensions() -> None:
+    layer = packed(nn.Conv2d(3, 4, 1), torch.rand(4, 3, 1, 1) < 0.5)
+    assert layer is not None
+    with pytest.raises(UserError, match="takes 3 channels"):
+        layer(to_blocked(torch.rand(2, 2, 5, 5)))
+    for shape in ((2, 3), (2, 3, 5)):
+        with pytest.raises(UserError, match="4 dimensions"):
+            layer(to_blocked(torch.rand(shape)))
+    with pytest.raises(UserError, match="dimensions"):
+        packed(nn.Linear(3, 4), torch.rand(4, 3) < 0.5)(torch.tensor(1.0))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_refuse_blocked_maps_of_wrong_channels(training: bool) -> None:
+    norm = BlockedBatchNorm.from_torch(nn.BatchNorm2d(40)).train(training)
+    with pytest.raises(UserError, match="takes 40 channels, the input has 2"):
+        norm(to_blocked(torch.rand(2, 2, 5, 5)))
 
 
 # -- attributes
@@ -200,7 +208,7 @@ def test_a_forward_may_ask_a_layer_for_its_size() -> None:
     torch.testing.assert_close(freeze(mine)(x), model(x).detach())
 
 
-# -- padding by name, and what has no packed form
+# -- padding by name, and layers without a packed form
 
 
 @pytest.mark.parametrize("images", [2, 17])
@@ -232,7 +240,7 @@ def test_padding_by_name(layer: nn.Module, shape: tuple[int, ...], images: int) 
         (nn.ConvTranspose2d(3, 5, 3), "ConvTranspose2d"),
     ],
 )
-def test_a_refusal_names_the_type_and_the_way_out(layer: nn.Module, kind: str) -> None:
+def test_a_refusal_names_the_type_and_a_remedy(layer: nn.Module, kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), copy.deepcopy(layer))
     with pytest.raises(UserError, match=rf'"1.weight" of a {kind}:.*exclude=\("1",\).*masked storage'):
         pack(model, {"1.weight": torch.ones_like(model.get_parameter("1.weight")).bool()})
