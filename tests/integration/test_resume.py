@@ -129,7 +129,7 @@ def test_every_topology_with_every_correction(topology: str, correction: str, mo
         [("after a step", 4), ("after a refresh", 1), ("within a step", 5)],
         epochs=3,
         topology={"name": topology, "sparsity": 0.8, **moving},
-        correction={"name": correction, "mode": way},
+        correction={"name": correction, "mode": mode},
         checkpoint={"steps": 3},
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.config import split
 from equipoise.correction import NonFiniteLoss
 from equipoise.correction.snapshot import Random
 from equipoise.objectives import Standard
@@ -25,7 +26,7 @@ from equipoise.training.meter import Meter, learned_nothing
 from equipoise.training.non_finite import check_loss, check_weights, clip_gradients
 from equipoise.training.parts import autocast, make_parts
 from equipoise.training.processes import own_generator, weighed, weighed_loss
-from equipoise.training.recipe import Recipe, split
+from equipoise.training.recipe import Recipe
 from equipoise.training.refresh_batches import Coming
 from equipoise.training.run_folder import RunFolder, strict
 from equipoise.training.run_state import restore, state_of
