@@ -1,10 +1,10 @@
-"""equipoise: neural networks that are sparse from the first step to the last, with adaptive gradient correction.
+"""Train neural networks that are sparse from the first step to the last, with adaptive gradient correction.
 
-import equipoise as eq
+    import equipoise as eq
 
-topology = eq.RigL(sparsity=0.9).attach(model, optimizer, total_steps=steps)
-agent = eq.Agent(gamma=0.1, smoothing=0.3).attach(model, topology)
-network = eq.load("exported.safetensors")
+    topology = eq.RigL(sparsity=0.9).attach(model, optimizer, total_steps=steps)
+    agent = eq.Agent(gamma=0.1).attach(model, topology)
+    network = eq.load("exported.safetensors")
 """
 
 from os import PathLike
@@ -21,14 +21,14 @@ __version__ = "0.1.0.dev0"
 
 
 def load(path: str | PathLike[str], dense: bool = False, into: Module | None = None) -> Module:
-    """The network of a file that `equipoise export` or `save` wrote; see `equipoise.deploy.load`."""
-    from equipoise.deploy import load as load_file  # only now: `import equipoise` stays light
+    """Load a network from a file that `equipoise export` or `save` wrote, see `equipoise.deploy.load`."""
+    from equipoise.deploy import load as load_file  # here, so that `import equipoise` stays fast
 
     return load_file(path, dense, into)
 
 
 def save(model: Module, path: str | PathLike[str], values: str = "float32", force: bool = False) -> None:
-    """Any model as a small file, for `load(path, into=model)`; see `equipoise.deploy.save`."""
+    """Save any model to a small file for `load(path, into=model)`, see `equipoise.deploy.save`."""
     from equipoise.deploy import save as save_file
 
     save_file(model, path, values, force)

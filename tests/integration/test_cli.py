@@ -72,7 +72,7 @@ def test_a_run_from_training_to_curves(run: Run, recipe: str, tmp_path: Path) ->
     assert trained.status == 0
     assert trained.err == ""
     assert trained.out.count("here epoch ") == 3
-    assert re.search(r"test: plain \d+\.\d\d %  reestimated \d+\.\d\d %  averaged \d+\.\d\d %   here\n$", trained.out)
+    assert re.search(r"test: plain \d+\.\d\d %  bn_recalibrated \d+\.\d\d %  ema \d+\.\d\d %   here\n$", trained.out)
     files = everything(tmp_path / "here")
     assert {"recipe.yaml", "metrics.jsonl", "result.json", "checkpoints/best.safetensors"} <= files.keys()
     saved = yaml.safe_load(files["recipe.yaml"])
@@ -343,7 +343,7 @@ def test_a_table_that_does_not_fit_in_memory_leaves_nothing_behind(
 
 def test_runs_that_cannot_be_scored(run: Run, recipe: str, tmp_path: Path) -> None:
     in_progress(tmp_path / "fresh", 1)
-    assert_refused(run("eval", "fresh"), "fresh has no sound checkpoint yet")
+    assert_refused(run("eval", "fresh"), "fresh has no valid checkpoint yet")
     assert_refused(run("eval", "fresh", "--best"), "there is no checkpoint")
     run("train", recipe, "epochs=1", "--out", "here")
     assert_refused(run("eval", "here", "--split", "validation"), 'no split is called "validation"')
@@ -361,7 +361,7 @@ def test_runs_that_cannot_be_scored(run: Run, recipe: str, tmp_path: Path) -> No
 )
 def test_metrics_that_are_not_ours_are_told(run: Run, tmp_path: Path, line: dict[str, Any]) -> None:
     RunFolder.create(tmp_path / "here", tiny()).append(line)
-    assert_refused(run("show", "here"), "metrics.jsonl is not as equipoise writes it")
+    assert_refused(run("show", "here"), "metrics.jsonl was not written by equipoise")
 
 
 def test_a_diverging_run_is_one_line(run: Run, recipe: str, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_run_measured_on_the_way_and_at_its_end(run: Run, trained: str, tmp_pa
         shown.out.split()
     )
     assert "layers.0.weight" in shown.out
-    assert "On the way, against the weights of an epoch before" in shown.out
+    assert "During training, against the weights of one epoch before" in shown.out
     after = everything(tmp_path / trained)
     del after["measure.json"]
     assert after == before
@@ -75,7 +75,7 @@ def test_a_run_without_measurements_on_the_way(run: Run, recipe: str) -> None:
     run("train", recipe, "--out", "here")
     shown = run("measure", "here")
     assert shown.status == 0
-    assert "On the way" not in shown.out
+    assert "During training" not in shown.out
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_no_such_run_and_no_checkpoint_yet(run: Run, trained: str, tmp_path: Pat
     assert_refused(run("measure", "nowhere"), "nowhere is not a run")
     for path in (tmp_path / trained / "checkpoints").iterdir():
         path.unlink()
-    assert_refused(run("measure", trained), "here has no sound checkpoint yet")
+    assert_refused(run("measure", trained), "here has no valid checkpoint yet")
     assert_refused(run("train", "tiny.yaml", "--measure", "-1", "--out", "there"), "--measure")
     assert not (tmp_path / "there").exists()
 
@@ -108,7 +108,7 @@ def test_a_strange_line_is_named(run: Run, trained: str, tmp_path: Path) -> None
     (tmp_path / trained / "measure.jsonl").write_text('{"epoch": 1}\n')
     outcome = run("measure", trained)
     assert outcome.status == 2
-    assert "measure.jsonl is not as equipoise writes it" in outcome.err
+    assert "measure.jsonl was not written by equipoise" in outcome.err
 
 
 # Theory
@@ -151,7 +151,7 @@ def test_where_there_is_no_bound(run: Run) -> None:
     shown = run("theory", "--L", "5")
     assert shown.status == 0
     assert "none" in shown.out
-    assert "Theorem 1 says nothing here" in shown.out
+    assert "Theorem 1 does not apply" in shown.out
 
 
 @pytest.mark.parametrize(

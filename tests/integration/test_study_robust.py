@@ -200,7 +200,7 @@ def test_masked_gradients_are_marked_and_explained(trained: Trainer, monkeypatch
         (["--attack", "pgd20", "--eps", "nan"], "eps"),
         (["--attack", "pgd20", "--eps", "eight"], "--eps"),
         (["--attack", "pgd20", "--images", "-3"], "--images"),
-        (["--attack", "pgd20", "--split", "tset"], 'no split is called "tset"; there is train, test'),
+        (["--attack", "pgd20", "--split", "tset"], 'no split is called "tset"; choose from train, test'),
         (["--eps", "0.1"], "name one with --attack"),
         (["--images", "10"], "name one with --attack"),
     ],

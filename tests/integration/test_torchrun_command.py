@@ -89,7 +89,7 @@ def test_a_run_is_resumed_and_judged_by_torchrun(tmp_path: Path, recipe: Path) -
 @pytest.mark.slow
 def test_what_cannot_be_done_by_several_processes_is_said(tmp_path: Path, recipe: Path) -> None:
     said = torchrun("train", recipe, "--out", tmp_path / "run", "--measure", "1", status=2)
-    assert "equipoise: --measure looks at one process" in said
+    assert "equipoise: --measure needs a single process" in said
     assert not (tmp_path / "run").exists()
     said = torchrun("train", recipe, "device=cuda:1", status=2)
     assert "equipoise: device=cuda:1: several processes take a GPU each" in said

@@ -350,7 +350,7 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="damaged") as caught:
         assert store.newest() is None
     told = [str(warning.message).rpartition("; ")[2] for warning in caught]
-    assert told == ["using the one before it"] * 2 + ["there is none before it"]
+    assert told == ["using the one before it"] * 2 + ["there is no earlier one"]
 
 
 @pytest.mark.parametrize("keep", [1, 2])

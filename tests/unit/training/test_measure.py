@@ -20,7 +20,7 @@ from equipoise.training import Trainer
 from equipoise.training.measure import MeasureWatcher, measure_trainer
 from equipoise.training.run_cost import measure_cost
 from equipoise.training.run_folder import read_epochs
-from equipoise.training.watchers import Both, Watcher
+from equipoise.training.watchers import Watchers, Watcher
 from train_helpers import BATCHES, assert_same_state, trainer
 
 
@@ -169,7 +169,7 @@ def test_a_resumed_run_measures_its_epochs_once(tmp_path: Path) -> None:
 
     states: list[dict[str, Any]] = []
     again = trainer(epochs=3)
-    again.watcher = Both(MeasureWatcher(file, batches=2), Stop())
+    again.watcher = Watchers(MeasureWatcher(file, batches=2), Stop())
     again.run()
     assert file.read_text() == lines
     with open(file, "a") as cut_short:

@@ -257,10 +257,8 @@ def test_an_old_name_is_refused_with_the_new_one(old: str, new: str, value: Any,
     raw = {part: {"name": "agent", key: value}} if part else {key: value}
     told = f'"{old}" is now called "{new}"'
     recipe = write(tmp_path / "old.yaml", raw)
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump({"title": "T", "recipe": "digits", "arms": {"A": raw}}))
-    (tmp_path / "dotted.yaml").write_text(
-        yaml.safe_dump({"title": "T", "recipe": "digits", "arms": {"A": {old: value}}})
-    )
+    for name, arm in {"study.yaml": raw, "dotted.yaml": {old: value}}.items():
+        write(tmp_path / name, {"title": "T", "recipe": "digits", "arms": {"A": arm}})
     attempts = {
         "recipe": lambda: make_recipe(raw),
         recipe: lambda: read_recipe(recipe),
