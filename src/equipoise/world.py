@@ -124,9 +124,7 @@ class World:
         if self.alone:
             return value
         box = [value]
-        self._communicate(
-            lambda: dist.broadcast_object_list(box, self._first, group=self._group, device=self.device)
-        )
+        self._communicate(lambda: dist.broadcast_object_list(box, self._first, group=self._group, device=self.device))
         return box[0]
 
     def all(self, holds: bool) -> bool:

@@ -209,7 +209,7 @@ def test_a_study_in_processes_stops_them(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes at once
     assert process.wait(60) == 130, log.read_text()
     said = log.read_text().splitlines()
-    assert said[-1].startswith(f"equipoise: stopped by SIGINT; continue with `equipoise study {tmp_path / 's.yaml'} --results ")
+    assert said[-1].startswith(f"equipoise: stopped by SIGINT; continue with `equipoise study {words[1]} --results ")
     assert "Traceback" not in log.read_text()
     assert checkpoint.Store(tmp_path / "w" / "s" / "a-seed0" / "checkpoints").newest() is not None
     assert not list((tmp_path / "r").rglob("a-seed0.json"))

@@ -7,11 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_cli import Run, assert_refused, everything, recipe, run
 
+from cli_helpers import Run, assert_refused, everything
 from equipoise.analysis.theory import Setting
-
-__all__ = ["recipe", "run"]  # fixtures
 
 
 @pytest.fixture

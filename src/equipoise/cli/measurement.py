@@ -27,7 +27,7 @@ def measure(
     run: Run,
     best: Best = False,
     batches: Annotated[int, typer.Option(help="Number of training batches, at most those of an epoch.")] = 50,
-    noise: Annotated[float, typer.Option(help="Standard deviation of the noise that is added to the weights.")] = 0.015,
+    noise: Annotated[float, typer.Option(help="Standard deviation of the noise on the weights.")] = 0.015,
     draws: Annotated[int, typer.Option(help="How often the noise is drawn; the numbers are means.")] = 3,
     against: Annotated[
         str | None, typer.Option(help="Another checkpoint instead of noise: a file, or best, step-000000100, ...")

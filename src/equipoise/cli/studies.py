@@ -24,7 +24,7 @@ def demo(out: Out = None, epochs: Annotated[int, typer.Option(min=1, help="Epoch
 
 
 def study(
-    file: Annotated[str | None, typer.Argument(help="Name of a study or a YAML file. Default: list the names.")] = None,
+    file: Annotated[str | None, typer.Argument(help="Name of a study or a YAML file. Default: list names.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
     work: Annotated[Path, typer.Option(help="Folder of the runs and their checkpoints.")] = Path("runs"),
     data: Annotated[Path | None, typer.Option(help="Folder of the datasets.")] = None,
@@ -105,7 +105,7 @@ def make_launcher(name: str, jobs: int, address: str | None) -> Launcher:
 
 
 def resources(job: Job, has_gpus: bool) -> dict[str, float]:
-    """Return what a job needs of a cluster: a core, one more per process that reads images, and a GPU if it uses one."""
+    """Return the resources of a job: a core, another one per process that reads images, and a GPU if it uses one."""
     from equipoise.training import make_recipe
 
     recipe = make_recipe(job.recipe)

@@ -76,7 +76,8 @@ def evaluate(
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
     best: Best = False,
     attack: Annotated[
-        str | None, typer.Option(help="Also measure robust accuracy, such as pgd50x10 (see `equipoise list attacks`).")
+        str | None,
+        typer.Option(help="Also attack the images, such as pgd50x10 (see `equipoise list attacks`)."),
     ] = None,
     eps: Annotated[float | None, typer.Option(min=0.0, help="Radius of the attack. Default: the attack's.")] = None,
     images: Annotated[int, typer.Option(min=0, help="Number of images to attack; 0 for all.")] = 0,

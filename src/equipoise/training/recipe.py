@@ -174,9 +174,7 @@ class Recipe:
         if self.clip < 0:
             raise UserError(f"clip={self.clip}: the largest gradient norm, 0 for no clipping")
         if self.objective.attack_passes and self.correction.corrects and self.correction.source == "replay":
-            raise UserError(
-                "replay needs batches that are known ahead, and attacked ones are not; use mode=running"
-            )
+            raise UserError("replay needs batches that are known ahead, and attacked ones are not; use mode=running")
 
     @property
     def kinds(self) -> dict[str, str]:

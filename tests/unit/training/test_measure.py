@@ -20,7 +20,7 @@ from equipoise.training import Trainer
 from equipoise.training.measure import MeasureWatcher, measure_trainer
 from equipoise.training.run_cost import measure_cost
 from equipoise.training.run_folder import read_epochs
-from equipoise.training.watchers import Watchers, Watcher
+from equipoise.training.watchers import Watcher, Watchers
 from train_helpers import BATCHES, assert_same_state, trainer
 
 

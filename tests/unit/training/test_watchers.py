@@ -14,7 +14,7 @@ from rich.console import Console
 
 from equipoise.errors import UserError
 from equipoise.training import Trainer
-from equipoise.training.watchers import Watchers, TensorBoard, Terminal, Watcher, flatten
+from equipoise.training.watchers import TensorBoard, Terminal, Watcher, Watchers, flatten
 from train_helpers import BATCHES, trainer
 
 
