@@ -1,4 +1,4 @@
-"""A signal stops a run after its step, with a checkpoint; a second one stops it at once."""
+"""A signal stops a run after its step, with a checkpoint; a second signal stops it at once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_end(left: Path, right: Path) -> None:
-    """The last checkpoint and all lines; a stop leaves one more checkpoint for a while."""
+    """The last checkpoint and the metrics are bit-identical; a stop writes one more checkpoint."""
     newest = [max((run / "checkpoints").glob("step-*")) for run in (left, right)]
     assert newest[0].name == newest[1].name
     assert_same_state(checkpoint.load(newest[0]), checkpoint.load(newest[1]), without="str seconds")
@@ -121,7 +121,7 @@ def test_a_second_signal_ends_at_once(number: signal.Signals) -> None:
 
 
 def child_of_a_run(number: int) -> None:
-    """As a process that reads images: forked while the signals are caught."""
+    """Fork while the signals are handled, as processes that read images are."""
     with signals.stoppable("again"):
         child = os.fork()
         if child == 0:

@@ -17,7 +17,7 @@ ARMS: dict[str, Any] = {"SGD": {}, "A + B": {"correction": {"name": "agent", "mo
 
 
 def write_study(folder: Path, arms: dict[str, Any] = ARMS, **changes: Any) -> str:
-    """A study of milliseconds in a file."""
+    """Write a study of milliseconds to a file."""
     (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny()))
     study = {"title": "T", "recipe": "tiny.yaml", "seeds": [0, 1], "arms": arms, **changes}
     path = folder / "little.yaml"
@@ -26,7 +26,7 @@ def write_study(folder: Path, arms: dict[str, Any] = ARMS, **changes: Any) -> st
 
 
 def run(source: str, folder: Path, **choice: Any) -> tuple[bool, list[str]]:
-    """Whether all went well, and the lines that were said."""
+    """Run a study; return whether all runs succeeded, and the printed lines."""
     lines: list[str] = []
     design = read_study(source)
     jobs = jobs_of(design, folder / "results", folder / "runs", **choice)
@@ -34,7 +34,7 @@ def run(source: str, folder: Path, **choice: Any) -> tuple[bool, list[str]]:
 
 
 def results_of(folder: Path) -> dict[str, Any]:
-    """The result files by name, without what differs from run to run."""
+    """The result files by name, without times."""
     found = {}
     for path in sorted((folder / "results" / "little").glob("*-seed*.json")):
         value = json.loads(path.read_text())

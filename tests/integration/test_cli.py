@@ -1,4 +1,4 @@
-"""The command line: what it does, and one line with exit status 2 for whatever it cannot do."""
+"""The command line: its commands, and one line with exit status 2 for wrong input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from equipoise import cli
 from equipoise.training import RunFolder
 from train_helpers import assert_same_runs, held_by_another_process, tiny
 
-# What it does
+# Commands
 
 
 def test_a_run_from_training_to_curves(run: Run, recipe: str, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_demo_fits_in_80_columns(run: Run, tmp_path: Path) -> None:
 
 
 def test_names_are_shown_as_they_are(run: Run, recipe: str) -> None:
-    """Not as markup, emoji or mathematics."""
+    """Not interpreted as markup, emoji or mathematics."""
     for name in ("[/b] :smile: $\\foo$ ü€", "[red]x_y^z"):
         path = f"runs/{name}"
         trained = run("train", recipe, "epochs=1", "--out", path)
@@ -157,7 +157,7 @@ def test_names_are_shown_as_they_are(run: Run, recipe: str) -> None:
 
 
 def in_progress(folder: Path, epochs: int) -> RunFolder:
-    """As it lies on the disk while another process trains: no result, perhaps no checkpoint, half a line."""
+    """A run as on the disk during training: no result, perhaps no checkpoint, half a line."""
     made = RunFolder.create(folder, tiny())
     scores = {"plain": {"loss": 1.0, "accuracy": 0.5}, "bn_recalibrated": {"loss": 1.0, "accuracy": 0.5}}
     for epoch in range(1, epochs + 1):
@@ -185,7 +185,7 @@ def test_show_works_on_a_run_in_progress(run: Run, tmp_path: Path, epochs: int) 
 
 
 def test_eval_changes_nothing_in_the_folder(run: Run, recipe: str, tmp_path: Path) -> None:
-    """Also where the lines of a training process are ahead of its checkpoints."""
+    """Also if the metrics are ahead of the checkpoints."""
     run("train", recipe, "epochs=2", "--out", "here")
     with open(tmp_path / "here" / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 3}\n{"epoch": 4, "tr')
@@ -225,7 +225,7 @@ def test_a_damaged_checkpoint_is_a_warning_in_one_line(run: Run, recipe: str, tm
     assert outcome.err.count("\n") == 1
 
 
-# What it cannot do
+# Wrong input
 
 
 WRONG: dict[str, tuple[list[str], str]] = {
@@ -364,7 +364,7 @@ def program(code: list[str], **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_python_m_equipoise(tmp_path: Path) -> None:
-    """Also into a pipe that is closed early, and where the terminal knows no letters beyond ASCII."""
+    """Also if the terminal has ASCII characters only."""
     listed = program(["-m", "equipoise", "list"], PYTHONIOENCODING="ascii", COLUMNS="40")
     assert (listed.returncode, listed.stderr) == (0, "")
     assert "rigl" in listed.stdout

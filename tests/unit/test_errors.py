@@ -1,4 +1,4 @@
-"""The line that a person sees of an error."""
+"""The printed line of an error."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.analysis.gradients import (
-    GAMMA,
     NOISE,
     is_packed,
     measure_against,
@@ -44,8 +43,6 @@ def measure_trainer(
     noise: float = NOISE,
     *,
     old: Mapping[str, Tensor] | None = None,
-    gamma: float = GAMMA,
-    seed: int = 0,
     draws: int = DRAWS,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
@@ -60,8 +57,6 @@ def measure_trainer(
         batches: Number of batches, at most those of an epoch.
         noise: Standard deviation of the noise that makes old weights from the current ones.
         old: Old weights by name, instead of noise.
-        gamma: The scaling γ for which the variance of the corrected gradient is given.
-        seed: Seed of the noise.
         draws: How often the noise is drawn. The numbers are means over the draws.
         on_batch: Called before every batch.
 
@@ -78,17 +73,17 @@ def measure_trainer(
     coordinates = trained_coordinates(model, trainer.parts.topology)
     prepared = _prepared(trainer, batches, on_batch)
     if old is not None:
-        [report] = _reports(trainer, prepared, [snapshot_of(model, old)], coordinates, gamma)
+        [report] = _reports(trainer, prepared, [snapshot_of(model, old)], coordinates)
         return strict(report | dict.fromkeys(("noise", "draws", "deviation", "everywhere")))
 
     def moved(everywhere: bool) -> list[Snapshot]:
-        seeds = [derive(seed, "measure", i) for i in range(draws)]
+        seeds = [derive(0, "measure", i) for i in range(draws)]
         return [perturbed(model, coordinates, noise, each, everywhere) for each in seeds]
 
     inactive = any(index is not None for index in coordinates.index)
     apart = inactive and not is_packed(coordinates)  # in a dense model both kinds of noise are the same
     snapshots = moved(everywhere=False) + (moved(everywhere=True) if apart else [])
-    reports = _reports(trainer, prepared, snapshots, coordinates, gamma)
+    reports = _reports(trainer, prepared, snapshots, coordinates)
     active, everywhere = (
         {**_mean(part), "deviation": _deviations(part)} for part in (reports[:draws], reports[-draws:])
     )
@@ -97,7 +92,7 @@ def measure_trainer(
 
 
 def _reports(
-    trainer: Trainer, batches: Batches, snapshots: Sequence[Snapshot], coordinates: Coordinates, gamma: float
+    trainer: Trainer, batches: Batches, snapshots: Sequence[Snapshot], coordinates: Coordinates
 ) -> list[dict[str, Any]]:
     """Measure against every snapshot."""
     recipe, parts = trainer.recipe, trainer.parts
@@ -109,7 +104,7 @@ def _reports(
     with preserved_modes(parts.model):
         parts.model.train()  # batch statistics, as in training
         found = measure_against(parts.model, loss, batches, snapshots, coordinates, of=len(parts.train))
-    return [each.report(gamma) for each in found]
+    return [each.report() for each in found]
 
 
 def _mean(values: Sequence[Any]) -> Any:

@@ -47,11 +47,11 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: Path, keep: int = 2) -> RunFolder:
+    def open(cls, path: Path) -> RunFolder:
         """Open the folder of an existing run."""
         if not os.path.isfile(path / "recipe.yaml"):  # unlike Path.is_file, False for a name that is too long
             raise UserError(f"{path} is not a run: it has no recipe.yaml")
-        return cls(path, keep)
+        return cls(path)
 
     def claim(self) -> None:
         """Lock the run until `release` or the end of this process, so that no other process trains it as well."""

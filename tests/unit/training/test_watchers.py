@@ -1,4 +1,4 @@
-"""Who looks on: the order of events, the terminal, TensorBoard."""
+"""Watchers: the order of events, the terminal, TensorBoard."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_end_comes_in_any_case() -> None:
 
 
 def seen(width: int, terminal: bool, **changes: Any) -> list[str]:
-    """What stands on a terminal line by line, and frame by frame of its bar."""
+    """The lines of a terminal, and the frames of its progress bar."""
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
     made = trainer(**changes)
     made.watcher = Terminal(console, "run[/b]")
@@ -84,7 +84,7 @@ def test_the_bar_tells_everything_and_fits(width: int) -> None:
     assert all(re.search(r"(\d+:\d\d:\d\d|-:--:--)$", frame.rstrip()) for frame in whole)  # time left
 
 
-def test_tensorboard_gets_every_number_and_strikes_out_what_is_done_again(
+def test_tensorboard_gets_every_number_and_drops_repeated_epochs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[tuple[str, float, int]] = []
