@@ -16,6 +16,7 @@ from torch import Tensor
 import equipoise
 from deploy_helpers import difference, images, random_network
 from equipoise import cli
+from equipoise.cli.common import open_run
 from equipoise.deploy import export as exporting
 from equipoise.deploy import onnx_model
 from equipoise.deploy.export import export
@@ -58,7 +59,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @torch.no_grad()
 def outputs(run: Path, x: Tensor, best: bool = False) -> dict[str, Tensor]:
     """The logits of the run's own model in each of its three states."""
-    trainer = cli._open(run, best)
+    trainer = open_run(run, best)
     found = {}
     for way in three_ways(trainer.parts.model, trainer.fresh_images, trainer.parts.average):
         found[way] = trainer.parts.model.eval()(x)
@@ -87,10 +88,10 @@ def test_each_way_and_checkpoint_is_what_the_run_computes(run: Path, x: Tensor, 
 def test_state_dict_has_the_usual_keys(run: Path, x: Tensor, command: Command, tmp_path: Path) -> None:
     status, out, _ = command("export", run, "weights.safetensors", "--format", "state_dict")
     assert status == 0
-    assert "images go in as (x - mean) / std" in out
+    assert "takes images as (x - mean) / std" in out
     model: Any = MODELS["small"](classes=10, channels=1, size=8)
     model.load_state_dict(load_file("weights.safetensors"))
-    own = cli._open(run).parts.model
+    own = open_run(run).parts.model
     assert all(torch.equal(a, b) for a, b in zip(own.state_dict().values(), model.state_dict().values(), strict=True))
     model.normalize.set(own.normalize.mean, own.normalize.std)
     torch.testing.assert_close(model.eval()(x), outputs(run, x)["plain"])
@@ -178,14 +179,14 @@ def test_paths_that_cannot_be_written(run: Path, command: Command, tmp_path: Pat
 
 
 def test_a_run_without_average(run: Path) -> None:
-    trainer = cli._open(run)
+    trainer = open_run(run)
     trainer.parts.average = None
     with pytest.raises(UserError, match="keeps no average"):
         network_of(trainer, "ema")
 
 
 def test_packed_storage_exports_alike(run: Path) -> None:
-    trainer = cli._open(run)
+    trainer = open_run(run)
     masked = network_of(trainer)
     trainer.parts.model = pack(trainer.parts.model, trainer.parts.topology.masks)
     assert not trainer.parts.model.state_dict().keys() & {"classifier.weight"}
@@ -196,7 +197,7 @@ def test_packed_storage_exports_alike(run: Path) -> None:
 
 
 def test_exporting_leaves_the_run_as_it_was(run: Path, x: Tensor) -> None:
-    trainer = cli._open(run)
+    trainer = open_run(run)
     before = {key: tensor.clone() for key, tensor in trainer.parts.model.state_dict().items()}
     network_of(trainer, "ema")
     assert trainer.parts.model.training
