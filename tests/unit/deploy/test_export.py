@@ -181,7 +181,7 @@ def test_paths_that_cannot_be_written(run: Path, command: Command, tmp_path: Pat
 def test_a_run_without_average(run: Path) -> None:
     trainer = open_run(run)
     trainer.parts.average = None
-    with pytest.raises(UserError, match="keeps no average"):
+    with pytest.raises(UserError, match="no averaged weights"):
         network_of(trainer, "ema")
 
 
