@@ -1,10 +1,10 @@
 """Train neural networks that are sparse from the first step to the last, with adaptive gradient correction.
 
-    import equipoise as eq
+import equipoise as eq
 
-    topology = eq.RigL(sparsity=0.9).attach(model, optimizer, total_steps=steps)
-    agent = eq.Agent(gamma=0.1).attach(model, topology)
-    network = eq.load("exported.safetensors")
+topology = eq.RigL(sparsity=0.9).attach(model, optimizer, total_steps=steps)
+agent = eq.Agent(gamma=0.1).attach(model, topology)
+network = eq.load("exported.safetensors")
 """
 
 from equipoise import models, sparse

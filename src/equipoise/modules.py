@@ -1,4 +1,4 @@
-"""Helpers for any `torch.nn.Module`."""
+"""Helpers for torch modules."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from torch import nn
 
 @contextmanager
 def preserved_modes(model: nn.Module) -> Iterator[None]:
-    """Restore the training flag of every module on exit, also after an exception.
+    """Restore the training mode of every module of a model at the end of the block.
 
-    with preserved_modes(model):
-        model.eval()
-        ...
+    `model.train()` alone would put modules into training mode that were in evaluation mode before.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:

@@ -95,7 +95,11 @@ def _topology(
 ) -> State:
     """Bitmaps by `layer`; BSR-Net's signs, which are the memory of type `dtype`, by `signs`."""
     memory = {name: signs(name, kept) if kept.dtype == dtype else kept for name, kept in state["memory"].items()}
-    return {**state, "layers": {name: layer(name, saved) for name, saved in state["layers"].items()}, "memory": memory}
+    return {
+        **state,
+        "layers": {name: layer(name, saved) for name, saved in state["layers"].items()},
+        "memory": memory,
+    }
 
 
 def _dense_tensors(

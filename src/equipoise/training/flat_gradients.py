@@ -72,9 +72,7 @@ class FlatGradients(Gradients):
         (ref,) = batch
         return self._passes.differentiate(ref, at_snapshot), self._gather(vector)
 
-    def backward(
-        self, loss_fn: Any, model: nn.Module, batch: Any, scale: float, topology: Topology | None
-    ) -> Tensor:
+    def backward(self, loss_fn: Any, model: nn.Module, batch: Any, scale: float, topology: Topology | None) -> Tensor:
         (ref,) = batch
         loss = self._passes.differentiate(ref, at_snapshot=False)
         if topology is not None:

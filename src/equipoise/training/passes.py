@@ -15,8 +15,8 @@ from equipoise.objectives import Objective, Standard
 from equipoise.seeds import derive
 from equipoise.storage.flat import FlatParameters
 from equipoise.training.engine import Engine
-from equipoise.training.processes import own_generator
 from equipoise.training.precision import autocast
+from equipoise.training.processes import own_generator
 from equipoise.training.recipe import Recipe
 from equipoise.world import World
 
@@ -184,12 +184,16 @@ class Passes:
         with torch.enable_grad():
             loss, logits = self._forward(ref, size)
         found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        pairs = [(self._flat.gradient_of(p), g) for p, g in zip(self._parameters, found, strict=True) if g is not None]
+        pairs = [
+            (self._flat.gradient_of(p), g) for p, g in zip(self._parameters, found, strict=True) if g is not None
+        ]
         if len(pairs) < len(found):
             self._flat.gradient.zero_()
         torch._foreach_copy_([target for target, _ in pairs], [gradient for _, gradient in pairs])
         self._loss.copy_(loss.detach())
-        (self._outputs[size],) = self._kept((self._outputs[size],) if size in self._outputs else None, (logits.detach(),))
+        (self._outputs[size],) = self._kept(
+            (self._outputs[size],) if size in self._outputs else None, (logits.detach(),)
+        )
 
     def clear_gradients(self) -> None:
         """Clear the gradients of a step; a flat vector is written over by the next pass."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.config import split
 from equipoise.correction.snapshot import RandomState
 from equipoise.errors import NonFiniteLoss
 from equipoise.seeds import derive
@@ -25,7 +26,7 @@ from equipoise.training.meter import Meter, learned_nothing
 from equipoise.training.non_finite import check_weights
 from equipoise.training.parts import make_parts
 from equipoise.training.precision import autocast
-from equipoise.training.recipe import Recipe, split
+from equipoise.training.recipe import Recipe
 from equipoise.training.run_folder import RunFolder, strict
 from equipoise.training.run_state import restore, state_of
 from equipoise.training.watchers import Watcher

@@ -11,35 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import equipoise.data as data
+from data_helpers import CIFAR10_BATCHES, cifar_rows, dump, write_cifar10, write_cifar100
 from equipoise.data.plain_pickle import read_plain_pickle
 from equipoise.errors import UserError
-
-BATCHES = [f"data_batch_{k}" for k in range(1, 6)]
-
-
-def rows(count: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (count, 3072), dtype=np.uint8)
-
-
-def dump(path, content, protocol=2) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps(content, protocol=protocol))
-
-
-def write_cifar10(root, count=4):
-    folder = root / "cifar-10-batches-py"
-    for k, name in enumerate([*BATCHES, "test_batch"]):
-        dump(folder / name, {b"data": rows(count, k), b"labels": [(k + n) % 10 for n in range(count)]})
-    dump(folder / "batches.meta", {b"label_names": [f"class {n}".encode() for n in range(10)]})
-    return folder
-
-
-def write_cifar100(root, count=20):
-    folder = root / "cifar-100-python"
-    for k, name in enumerate(["train", "test"]):
-        dump(folder / name, {b"data": rows(count, k), b"fine_labels": list(range(80, 80 + count))})
-    dump(folder / "meta", {b"fine_label_names": [f"class {n}".encode() for n in range(100)]})
-    return folder
 
 
 def python2_batch(data_rows: np.ndarray, labels: list[int]) -> bytes:
@@ -84,7 +58,7 @@ def test_cifar10_is_read_in_order(tmp_path):
     assert splits.train.labels.tolist() == [(k + n) % 10 for k in range(5) for n in range(4)]
     assert splits.test.labels.tolist() == [5, 6, 7, 8]
     # Pixel by pixel, from the description of the format: 1024 red, 1024 green, 1024 blue, row by row.
-    second_batch = rows(4, 1)
+    second_batch = cifar_rows(4, 1)
     for channel, y, x in [(0, 0, 0), (1, 5, 31), (2, 31, 7)]:
         assert splits.train.images[4 + 2, channel, y, x] == second_batch[2, 1024 * channel + 32 * y + x]
     held = data.load("cifar10", tmp_path, validation=5, seed=1)
@@ -101,7 +75,7 @@ def test_cifar100_has_fine_labels(tmp_path):
 
 def test_files_of_python_2_are_read_without_a_warning(tmp_path):
     folder = write_cifar10(tmp_path)
-    pixels = rows(3, 9)
+    pixels = cifar_rows(3, 9)
     (folder / "data_batch_1").write_bytes(python2_batch(pixels, [7, 8, 9]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -113,7 +87,7 @@ def test_files_of_python_2_are_read_without_a_warning(tmp_path):
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_every_protocol_and_text_keys_are_read(tmp_path, protocol):
     folder = write_cifar10(tmp_path)
-    dump(folder / "test_batch", {"data": rows(2, 0), "labels": [0, 1]}, protocol)
+    dump(folder / "test_batch", {"data": cifar_rows(2, 0), "labels": [0, 1]}, protocol)
     if protocol >= 5:  # numpy then pickles through a buffer function, which the official files do not use
         with pytest.raises(UserError, match="_frombuffer"):
             data.load("cifar10", tmp_path)
@@ -121,7 +95,7 @@ def test_every_protocol_and_text_keys_are_read(tmp_path, protocol):
         assert data.load("cifar10", tmp_path).test.labels.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("name", [*BATCHES, "test_batch", "batches.meta"])
+@pytest.mark.parametrize("name", [*CIFAR10_BATCHES, "test_batch", "batches.meta"])
 def test_a_missing_file_is_named_with_its_folder_and_origin(tmp_path, name):
     folder = write_cifar10(tmp_path)
     (folder / name).unlink()
@@ -186,16 +160,16 @@ def test_every_kind_of_reference_is_refused(tmp_path, hostile):
     ("name", "content", "words"),
     [
         ("data_batch_3", {b"labels": [0, 1]}, 'under "data"'),
-        ("data_batch_3", {b"data": rows(2, 0)}, 'under "labels"'),
-        ("data_batch_3", {b"data": rows(2, 0)[:, :3000], b"labels": [0, 1]}, "rows of 3072"),
-        ("data_batch_3", {b"data": rows(2, 0).astype(np.float32), b"labels": [0, 1]}, "uint8"),
-        ("data_batch_3", {b"data": rows(2, 0).tolist(), b"labels": [0, 1]}, "uint8"),
-        ("data_batch_3", {b"data": rows(2, 0), b"labels": [0, 1, 2]}, "2 images and 3 labels"),
-        ("data_batch_3", {b"data": rows(2, 0), b"labels": [0, 10]}, r"labels 0\.\.10, not 0\.\.9"),
-        ("data_batch_3", {b"data": rows(2, 0), b"labels": [-1, 0]}, r"labels -1\.\.0"),
-        ("data_batch_3", {b"data": rows(2, 0), b"labels": [0, 10**30]}, "integers"),
-        ("data_batch_3", {b"data": rows(2, 0), b"labels": [0, None]}, "integers"),
-        ("data_batch_3", {b"data": rows(0, 0), b"labels": []}, "no images"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0)}, 'under "labels"'),
+        ("data_batch_3", {b"data": cifar_rows(2, 0)[:, :3000], b"labels": [0, 1]}, "rows of 3072"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0).astype(np.float32), b"labels": [0, 1]}, "uint8"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0).tolist(), b"labels": [0, 1]}, "uint8"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0), b"labels": [0, 1, 2]}, "2 images and 3 labels"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0), b"labels": [0, 10]}, r"labels 0\.\.10, not 0\.\.9"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0), b"labels": [-1, 0]}, r"labels -1\.\.0"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0), b"labels": [0, 10**30]}, "integers"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0), b"labels": [0, None]}, "integers"),
+        ("data_batch_3", {b"data": cifar_rows(0, 0), b"labels": []}, "no images"),
         ("data_batch_3", [1, 2], "no dictionary"),
         ("batches.meta", {b"label_names": [b"a"]}, "10 names"),
         ("batches.meta", {}, "10 names"),

@@ -5,19 +5,14 @@ import pytest
 from scipy.io import savemat
 
 import equipoise.data as data
+from data_helpers import svhn_content
 from equipoise.errors import UserError
-
-
-def content(count: int, seed: int) -> dict[str, np.ndarray]:
-    """Content of an official file: the image index is last, labels 1..10 are in a column."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3, count), dtype=np.uint8)
-    return {"X": pixels, "y": (np.arange(count) % 10 + 1).astype(np.uint8)[:, None]}
 
 
 @pytest.fixture
 def root(tmp_path):
     for split, count in (("train", 20), ("test", 11)):
-        savemat(tmp_path / f"{split}_32x32.mat", content(count, count))
+        savemat(tmp_path / f"{split}_32x32.mat", svhn_content(count, count))
     return tmp_path
 
 
@@ -26,7 +21,7 @@ def test_images_and_labels_are_read_and_label_10_is_digit_0(root):
     assert splits.train.images.shape == (20, 3, 32, 32)
     assert splits.test.labels.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     assert splits.classes == tuple("0123456789")
-    pixels = content(11, 11)["X"]
+    pixels = svhn_content(11, 11)["X"]
     for n, channel, y, x in [(0, 0, 0, 0), (10, 2, 31, 3), (4, 1, 7, 30)]:
         assert splits.test.images[n, channel, y, x] == pixels[y, x, channel, n]
 
@@ -66,7 +61,7 @@ def test_a_truncated_file_is_explained(root, size):
     ],
 )
 def test_wrong_content_is_explained(root, change, words):
-    changed = {key: value for key, value in {**content(20, 20), **change}.items() if value is not None}
+    changed = {key: value for key, value in {**svhn_content(20, 20), **change}.items() if value is not None}
     savemat(root / "train_32x32.mat", changed)
     with pytest.raises(UserError, match=words) as caught:
         data.load("svhn", root)

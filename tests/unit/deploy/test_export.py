@@ -16,18 +16,15 @@ from torch import Tensor
 import equipoise
 from deploy_helpers import difference, images, random_network
 from equipoise import cli
+from equipoise.cli.common import open_run
 from equipoise.deploy import export as exporting
 from equipoise.deploy import onnx_model
 from equipoise.deploy.export import export
 from equipoise.errors import UserError
 from equipoise.models import MODELS
 from equipoise.sparse import pack
-from equipoise.training import checkpoint
 from equipoise.training.evaluate import three_ways
 from equipoise.training.network import network_of
-from equipoise.training.recipe import make_recipe
-from equipoise.training.run_folder import RunFolder
-from equipoise.training.trainer import Trainer
 from train_helpers import tiny
 
 Command = Callable[..., tuple[int, str, str]]
@@ -59,22 +56,12 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return go
 
 
-def opened(run: Path, best: bool = False) -> Trainer:
-    """A trainer at the newest or the best checkpoint of a run."""
-    folder = RunFolder.open(run)
-    trainer = Trainer(make_recipe(folder.recipe()), folder)
-    state = checkpoint.load(run / "checkpoints" / "best.safetensors") if best else folder.store.newest()
-    assert state is not None
-    trainer.load_state_dict(state)
-    return trainer
-
-
 @torch.no_grad()
 def outputs(run: Path, x: Tensor, best: bool = False) -> dict[str, Tensor]:
     """Logits of the model of a run with each of its three kinds of weights."""
-    trainer = opened(run, best)
+    trainer = open_run(run, best)
     found = {}
-    for way in three_ways(trainer.parts.model, trainer.fresh_images, trainer.parts.average):
+    for way in three_ways(trainer.parts.model, trainer.recalibration_images, trainer.parts.ema):
         found[way] = trainer.parts.model.eval()(x)
     return found
 
@@ -101,10 +88,10 @@ def test_each_way_and_checkpoint_is_what_the_run_computes(run: Path, x: Tensor, 
 def test_state_dict_has_the_usual_keys(run: Path, x: Tensor, command: Command, tmp_path: Path) -> None:
     status, out, _ = command("export", run, "weights.safetensors", "--format", "state_dict")
     assert status == 0
-    assert "(x - mean) / std" in out
+    assert "takes images as (x - mean) / std" in out
     model: Any = MODELS["small"](classes=10, channels=1, size=8)
     model.load_state_dict(load_file("weights.safetensors"))
-    trained = opened(run).parts.model
+    trained = open_run(run).parts.model
     state = model.state_dict()
     assert state.keys() == trained.state_dict().keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in trained.state_dict().items())
@@ -166,7 +153,7 @@ def test_rounded_values_are_smaller(run: Path, command: Command, tmp_path: Path)
     ("words", "told"),
     [
         (["--values", "int4"], 'no type of values is called "int4"; did you mean "int8"'),
-        (["--format", "tflite"], 'no format is called "tflite"; there is onnx, packed, state_dict'),
+        (["--format", "tflite"], 'no format is called "tflite"; choose from onnx, packed, state_dict'),
         (["--weights", "best"], 'no weights are called "best"; choose from plain, bn_recalibrated, ema'),
         (["--format", "state_dict", "--values", "bf16"], "only the packed format has bf16 values"),
     ],
@@ -194,14 +181,14 @@ def test_paths_that_cannot_be_written(run: Path, command: Command, tmp_path: Pat
 
 
 def test_a_run_without_average(run: Path) -> None:
-    trainer = opened(run)
-    trainer.parts.average = None
-    with pytest.raises(UserError, match="keeps no average"):
+    trainer = open_run(run)
+    trainer.parts.ema = None
+    with pytest.raises(UserError, match="no averaged weights"):
         network_of(trainer, "ema")
 
 
 def test_packed_storage_exports_alike(run: Path) -> None:
-    trainer = opened(run)
+    trainer = open_run(run)
     masked = network_of(trainer)
     trainer.parts.model = pack(trainer.parts.model, trainer.parts.topology.masks)
     assert not trainer.parts.model.state_dict().keys() & {"classifier.weight"}
@@ -212,7 +199,7 @@ def test_packed_storage_exports_alike(run: Path) -> None:
 
 
 def test_exporting_leaves_the_run_as_it_was(run: Path, x: Tensor) -> None:
-    trainer = opened(run)
+    trainer = open_run(run)
     before = {key: tensor.clone() for key, tensor in trainer.parts.model.state_dict().items()}
     network_of(trainer, "ema")
     assert trainer.parts.model.training

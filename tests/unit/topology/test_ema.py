@@ -144,7 +144,7 @@ def test_an_average_that_does_not_follow_an_attached_topology_is_refused() -> No
     net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4))
     average = EMA(net)
     Static(sparsity=0.6).attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(UserError, match="call ema.follow"):
+    with pytest.raises(UserError, match=r"call ema\.follow"):
         average.update()
 
 

@@ -73,7 +73,7 @@ def test_accumulation_equals_one_big_batch(algorithm: str) -> None:
 
 
 def amp_step(made: Made, scaler: torch.amp.GradScaler, step: int, poison: float = 1.0) -> None:
-    model, optimizer, topology = made
+    model, optimizer, _ = made
     optimizer.zero_grad()
     inputs, labels = batch(step)
     scaler.scale(F.cross_entropy(model(inputs), labels) * poison).backward()

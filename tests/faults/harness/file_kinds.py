@@ -1,4 +1,4 @@
-"""The kinds of files that equipoise reads, and command lines, for the harness that changes them at random."""
+"""The kinds of files that equipoise reads, and files that would run code in a careless reader."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from random import Random
 import numpy as np
 import torch
 import yaml
-from test_cifar import write_cifar10, write_cifar100
-from test_svhn import content
 
 import equipoise
+from data_helpers import svhn_content, write_cifar10, write_cifar100
 from deploy_helpers import random_network
 from equipoise import cli
 from equipoise.deploy.export import export
 from equipoise.errors import UserError
 from equipoise.kernels import library as kernels
-from faults_input import GUARD, Kind, in_time, run_command
+from harness.commands import GUARD, in_time, run_command
+from harness.damage import Kind
 from study_helpers import write_study
 from train_helpers import tiny
 
-kernels.available()  # may call a compiler, which reading may not
+kernels.available()  # may call a compiler, which the guard would report
 
 SUFFIXES = ("png", "jpeg", "gif", "bmp", "tiff", "ppm", "webp")
 
@@ -36,7 +36,7 @@ def _write_recipe(work: Path, **changes: object) -> None:
 
 
 def write_run(work: Path) -> None:
-    """A finished run with two checkpoints beside the best."""
+    """Write a finished run with two checkpoints and the best."""
     _write_recipe(work, epochs=2, correction="agent")
     with contextlib.chdir(work), contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         cli.main(["train", "recipe.yaml", "--out", "run"])
@@ -84,7 +84,7 @@ def _write_packed(work: Path) -> None:
 
 
 def _read_packed(work: Path, random: Random) -> None:
-    """Loaded and run, as anybody would who was sent the file."""
+    """Load and run the files in this process."""
     for path in sorted(work.glob("*.safetensors")):
         with GUARD.within(work) as outside, in_time():
             try:
@@ -115,7 +115,7 @@ def _write_svhn(work: Path) -> None:
 
     (work / "data").mkdir()
     for split, compressed in (("train", True), ("test", False)):
-        savemat(work / "data" / f"{split}_32x32.mat", content(4, 0), do_compression=compressed)
+        savemat(work / "data" / f"{split}_32x32.mat", svhn_content(4, 0), do_compression=compressed)
     _data_recipe(work, "svhn")
 
 
@@ -154,17 +154,17 @@ def _read_results(work: Path, random: Random) -> None:
 FILES = [
     Kind("recipes", _write_recipe, _in(".", "recipe.yaml"), _read_recipe),
     Kind("study files", _write_study_file, _in(".", "*.yaml"), _read_study),
-    Kind("checkpoints", write_run, _in("run/checkpoints", "*"), _read_checkpoint, ways=4),
-    Kind("other files of a run", write_run, _in("run", "*.yaml", "*.json", "*.jsonl"), _read_run, ways=4),
+    Kind("checkpoints", write_run, _in("run/checkpoints", "*"), _read_checkpoint, commands=4),
+    Kind("other files of a run", write_run, _in("run", "*.yaml", "*.json", "*.jsonl"), _read_run, commands=4),
     Kind("packed files", _write_packed, _in(".", "*.safetensors"), _read_packed),
     Kind("CIFAR pickles", _write_cifar, _in("data", "*/*"), _read_cifar),
     Kind("SVHN .mat files", _write_svhn, _in("data", "*.mat"), _read_data),
     Kind("image files", _write_pictures, _in("data", "train/*/*"), _read_data),
-    Kind("results files", _write_results, _in("results", "*/*.json"), _read_results, ways=3),
+    Kind("results files", _write_results, _in("results", "*/*.json"), _read_results, commands=3),
 ]
 
 
-# Places where something executable might be put
+# Files that would run code
 
 
 def _yaml_code(target: Path) -> bytes:
@@ -181,7 +181,7 @@ class _Malicious:
 
 
 def payloads(target: Path) -> dict[str, bytes]:
-    """Bytes that make a careless reader create `target`."""
+    """Return bytes that make a careless reader create `target`, by name."""
     import pickle
     import zipfile
 

@@ -1,4 +1,4 @@
-"""A sample of the fault harness (`make test-faults`): kills, changed files, and files that would run code."""
+"""A sample of the fault harness (`make test-faults`): kills, damaged files, and files that would run code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 from equipoise import cli
-from faults import GENERATED, Found, generated, shares, until_a_signal, write_page
-from faults_input import GUARD, Kind, Tally, run_command, try_files, without_training
-from faults_kill import kill_runs, pipelines
-from faults_kinds import FILES, payloads
-from faults_page import page
+from harness.campaign import GENERATED, Found, generated, shares, until_a_signal, write_page
+from harness.commands import GUARD, run_command, without_training
+from harness.damage import Kind, Tally, try_files
+from harness.file_kinds import FILES, payloads
+from harness.kills import kill_runs, pipelines
+from harness.page import page
 from train_helpers import tiny
 
 SAMPLE = 6  # runs that are killed
@@ -36,7 +37,7 @@ def test_the_harness_knows_every_pipeline() -> None:
     from equipoise.correction import CORRECTIONS
     from equipoise.topology import ALGORITHMS
 
-    variants = {"fixed", "agent-no-gamma", "agent-reduced-lr"}  # of others, with another constant
+    variants = {"fixed", "agent-no-gamma", "agent-reduced-lr"}  # others with another constant
     made = pipelines()
     assert len(set(made)) == len(made) >= 150
     assert {p.topology.removesuffix("-itop") for p in made} == set(ALGORITHMS) - {"dense"}
@@ -94,18 +95,18 @@ def test_what_pillow_logs_of_a_damaged_picture_is_no_second_line(tmp_path: Path)
 
 @pytest.mark.parametrize("kind", FILES, ids=lambda kind: kind.name)
 def test_no_file_can_run_code(kind: Kind, tmp_path: Path) -> None:
-    """Every payload in the place of every kind of file, and read by every command that reads it."""
+    """Every payload instead of every kind of file, read by every command that reads the file."""
     target, work = tmp_path / "executed", tmp_path / "work"
     work.mkdir()
     kind.prepare(work)
-    places = {path.name.partition(".")[2] + path.name[:4]: path for path in kind.files(work)}  # one of each sort
+    places = {path.name.partition(".")[2] + path.name[:4]: path for path in kind.files(work)}  # one of each name
     with without_training():
         for path in places.values():
             sound = path.read_bytes()
             for name, payload in payloads(target).items():
                 path.unlink()
                 path.write_bytes(payload)
-                for seed in range(kind.ways):
+                for seed in range(kind.commands):
                     kind.read(work, Random(seed))
                     assert not target.exists(), (path, name)
             path.write_bytes(sound)
@@ -144,60 +145,60 @@ def test_the_page_says_what_was_done_and_what_failed() -> None:
         "| recipes | 1,234 |",
         "| failures | 1 |",
         "- recipes 7 of seed 3: KeyError",
-        "## What was found and mended",
+        "## Bugs that the harness found",
     ):
         assert f"\n{line}\n" in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_cut_short_ends_at_once_and_leaves_the_page_of_a_whole_run(
+def test_a_campaign_that_is_stopped_keeps_the_page_of_a_complete_one(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even within a command, which would end well on Ctrl-C and finish its step first on SIGTERM."""
+    """Also inside a command, which would handle Ctrl-C itself and finish its step at SIGTERM."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny()))
     monkeypatch.setattr("equipoise.training.trainer.Trainer.run", lambda self: os.kill(os.getpid(), number))
     found, whole = Found(seed=0), tmp_path / "page.md"
     with until_a_signal(found):
         run_command(["train", "recipe.yaml", "--out", "run"], tmp_path)
     assert found.cut_short
-    whole.write_text("of a whole run")
-    beside = write_page(found, whole, overwrite=False)
-    assert "\n**This run was cut short**" in beside.read_text()
-    assert whole.read_text() == "of a whole run"
+    whole.write_text("of a complete campaign")
+    part = write_page(found, whole, overwrite=False)
+    assert "\n**This campaign was stopped early.**" in part.read_text()
+    assert whole.read_text() == "of a complete campaign"
     assert write_page(found, whole, overwrite=True) == whole
-    assert whole.read_text() == beside.read_text()
+    assert whole.read_text() == part.read_text()
 
 
-def test_of_a_whole_run_the_page_is_written(tmp_path: Path) -> None:
+def test_the_page_of_a_complete_campaign_is_written(tmp_path: Path) -> None:
     found = Found(seed=0)
     with until_a_signal(found):
         pass
     assert write_page(found, tmp_path / "page.md", overwrite=False) == tmp_path / "page.md"
-    assert "run was cut short" not in (tmp_path / "page.md").read_text()
+    assert "stopped early" not in (tmp_path / "page.md").read_text()
 
 
 # The harness itself can fail
 
 
 def test_a_failure_names_its_input_and_what_was_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(message: str) -> None:
+    def fail(words: list[str]) -> None:
         print("one\ntwo", file=sys.stderr)
         raise SystemExit(3)
 
-    monkeypatch.setattr(cli, "_fail", fail)
+    monkeypatch.setattr(cli, "main", fail)
     tally = Tally()
-    generated("command lines", 20, 0, tmp_path / "box", tally)
+    generated("command lines of numbers", 20, 0, tmp_path / "box", tally)
     assert len(tally.failures) == 1
-    for part in ("command lines: ['", "ended with 3", "it printed: one / two"):
+    for part in ("command lines of numbers: {", "ended with 3", "it printed: one / two"):
         assert part in tally.failures[0]
 
 
 def test_a_bug_in_what_reads_generated_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("faults.make_recipe", lambda _: dict[str, int]()["a key"])
+    monkeypatch.setattr("harness.campaign.make_recipe", lambda _: dict[str, int]()["a key"])
     tally = Tally()
     generated("overrides", 20, 0, tmp_path / "box", tally)
     assert tally.failures == [tally.failures[0]]
-    assert tally.failures[0].startswith("overrides: []: KeyError: 'a key' (test_faults.py, line ")
+    assert tally.failures[0].startswith("overrides: []: KeyError: 'a key' (test_harness.py, line ")
 
 
 def test_a_reader_that_hangs_is_a_failure_whatever_it_catches(
@@ -209,7 +210,7 @@ def test_a_reader_that_hangs_is_a_failure_whatever_it_catches(
         except Exception:
             raise SystemExit(0) from None
 
-    monkeypatch.setattr("faults_input.LIMIT", 1)
+    monkeypatch.setattr("harness.commands.LIMIT", 1)
     monkeypatch.setattr(cli, "main", hang)
     with pytest.raises(AssertionError, match="no end within 1 seconds"):
         run_command(["list"], tmp_path)
@@ -241,4 +242,4 @@ def test_a_traceback_a_wrong_status_and_a_file_elsewhere_are_failures(tmp_path: 
     tally = Tally()
     try_files(Kind("k", prepare, lambda work: [work / "a"], read), tmp_path / "box", 30, 0, tally)
     assert any("ValueError" in line for line in tally.failures)
-    assert any("beside its folder" in line for line in tally.failures)
+    assert any("outside its folder" in line for line in tally.failures)

@@ -1,4 +1,4 @@
-"""Runs that are killed at random points, damaged and resumed, and must end bit-equal to undisturbed ones."""
+"""Kill runs at random points, damage and resume them. They must end bit-identical to undisturbed runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from train_helpers import BATCHES, assert_same_runs, tiny
 
 EPOCHS = 3
 KILLED = -9
-LONGEST = 0.35  # seconds that a run takes in a process that has everything loaded, or a little less
+LONGEST = 0.35  # seconds; a run takes slightly longer in a process that has loaded everything
 
 TOPOLOGIES = ("static", "set", "rigl", "snfs", "mest", "gmp", "granet", "bsr-net", "rigl-itop")
 CORRECTIONS: dict[str, Any] = {
@@ -43,7 +43,7 @@ OPTIMIZERS: tuple[dict[str, Any], ...] = (
     {"name": "adamw", "lr": 0.005, "decay_all": False},
     {"name": "sgdw", "lr": 0.02},
 )
-# how often each comes to pass in a run, at most
+# how often each happens in a run, at most
 PLACES = {
     "step": EPOCHS * BATCHES,
     "refresh": 5,
@@ -57,6 +57,8 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Pipeline:
+    """A topology, a correction and a storage."""
+
     topology: str
     correction: str
     storage: str
@@ -76,20 +78,20 @@ class Pipeline:
             correction=CORRECTIONS[self.correction],
             storage=self.storage,
             optimizer=random.choice(OPTIMIZERS),
-            average=random.choice((0, 0.9)),
+            ema=random.choice((0, 0.9)),
             clip=random.choice((0, 0, 0.5)),
             checkpoint={"steps": random.randint(0, 7), "keep": random.randint(1, 3)},
         )
 
 
 def pipelines(processes: int = 1) -> list[Pipeline]:
-    """Every topology with every correction in both storages."""
+    """List every topology with every correction in both storages."""
     return [Pipeline(*parts, processes) for parts in itertools.product(TOPOLOGIES, CORRECTIONS, STORAGES)]
 
 
 @dataclass
 class Tally:
-    """What was done and what was found."""
+    """Numbers of runs, kills and damaged checkpoints, and the failures."""
 
     runs: int = 0
     pipelines: set[Pipeline] = field(default_factory=set)
@@ -99,20 +101,20 @@ class Tally:
 
 
 def kill_runs(folder: Path, count: int, seed: int, processes: int = 1) -> Iterator[Tally]:
-    """So many runs, each of another pipeline until all have had one; the tally so far after each of them."""
+    """Kill and resume `count` runs, each of another pipeline until all have had one; yield the tally after each."""
     order = pipelines(processes)
     Random(f"{seed} order").shuffle(order)
     tally = Tally()
     for number, pipeline in zip(range(count), itertools.cycle(order)):
         random = Random(f"{seed} {number}")
-        place = folder / f"{number}"
-        place.mkdir(parents=True)
+        work = folder / f"{number}"
+        work.mkdir(parents=True)
         try:
-            _kill_run(place, pipeline, random, tally)
+            _kill_run(work, pipeline, random, tally)
         except (AssertionError, UserError) as error:
             tally.failures.append(f"run {number} of seed {seed} ({pipeline}): {' '.join(str(error).split())[:300]}")
         else:
-            shutil.rmtree(place)
+            shutil.rmtree(work)
         tally.runs += 1
         tally.pipelines.add(pipeline)
         yield tally
@@ -131,12 +133,12 @@ def _kill_run(folder: Path, pipeline: Pipeline, random: Random, tally: Tally) ->
         tally.kills[trap.place if isinstance(trap, Point) else "any moment"] += 1
         if random.random() < 0.2:
             tally.damages += _damage(killed, random)
-    if tally.kills.total() == before:  # the points lay where this pipeline does not come, or too late
+    if tally.kills.total() == before:  # this pipeline did not reach the points
         shutil.rmtree(killed)
         point = Point("step", random.randint(1, EPOCHS * BATCHES // 2))
         assert _launch(pipeline, _command(recipe, killed), log, point) == KILLED, log.read_text()
         tally.kills["step"] += 1
-    # a finished run too: its last checkpoint may have been damaged after its result was written
+    # also if the run was finished: its last checkpoint may have been damaged
     assert _launch(pipeline, _command(recipe, killed), log) == 0, log.read_text()
     assert_same_runs(whole, killed)
     assert not [path for path in killed.rglob("*") if path.name.endswith(".tmp")]
@@ -147,7 +149,7 @@ def _launch(pipeline: Pipeline, words: list[str], log: Path, trap: Point | float
 
 
 def _traps(random: Random) -> list[Point | float]:
-    """One to three points at which a run is killed: within some work, or after so many seconds wherever it is."""
+    """Draw one to three points at which a run is killed: inside a function, or after a number of seconds."""
     found: list[Point | float] = []
     for _ in range(random.choice((1, 1, 2, 3))):
         place = random.choice((*PLACES, "any moment"))
@@ -160,23 +162,23 @@ def _traps(random: Random) -> list[Point | float]:
 
 
 def _command(recipe: Path, run: Path) -> list[str]:
-    """What a person would type: a run that was killed before it had begun is begun."""
+    """Return the command that starts the run or, if it has been started, resumes it."""
     if (run / "recipe.yaml").exists():
         return ["resume", str(run)]
     return ["train", str(recipe), "--out", str(run)]
 
 
 def _damage(run: Path, random: Random) -> int:
-    """Cut the newest checkpoint short, or flip one of its bits; how many there were to damage."""
+    """Truncate the newest checkpoint or flip one of its bits; return the number of damaged checkpoints."""
     paths = Store(run / "checkpoints").paths()
     if not paths:
         return 0
     content = bytearray(paths[0].read_bytes())
-    place = random.randrange(len(content))
+    index = random.randrange(len(content))
     if random.random() < 0.5:
-        content = content[:place]
+        content = content[:index]
     else:
-        content[place] ^= 1 << random.randrange(8)
+        content[index] ^= 1 << random.randrange(8)
     os.unlink(paths[0])  # the best may be a link to it
     paths[0].write_bytes(content)
     return 1

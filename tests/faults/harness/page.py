@@ -1,4 +1,4 @@
-"""The page with the figures of the fault harness."""
+"""The page with the figures of a campaign."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from faults import Found
+    from harness.campaign import Found
 
-WORDS = Path(__file__).with_name("faults_page.md")
+TEMPLATE = Path(__file__).with_name("page.md")
 PLACES = {
     "step": "within a training step",
     "refresh": "within a refresh of the correction",
@@ -23,7 +23,7 @@ PLACES = {
 
 
 def page(found: Found) -> str:
-    """The words of faults_page.md with the figures put in where they say {name}."""
+    """Fill the figures into page.md."""
     kills = found.alone.kills + found.pairs.kills
     figures = {
         "environment": found.environment,
@@ -36,12 +36,12 @@ def page(found: Found) -> str:
         "inputs": f"{sum(found.inputs.inputs.values()):,}",
         "failures": len(found.failures),
         "minutes": f"{found.seconds / 60:.0f}",
-        "cut": "\n\n**This run was cut short**; less was done than asked." if found.cut_short else "",
-        "places": _table("place", "kills", {PLACES[key]: n for key, n in kills.most_common()}),
+        "cut": "\n\n**This campaign was stopped early.**" if found.cut_short else "",
+        "places": _table("moment", "kills", {PLACES[key]: n for key, n in kills.most_common()}),
         "kinds": _table("input", "tried", dict(found.inputs.inputs)),
         "list": "\n".join(f"- {line}" for line in found.failures) or "None.",
     }
-    return re.sub(r"\{(\w+)\}", lambda match: str(figures[match[1]]), WORDS.read_text(encoding="utf-8"))
+    return re.sub(r"\{(\w+)\}", lambda match: str(figures[match[1]]), TEMPLATE.read_text(encoding="utf-8"))
 
 
 def _table(first: str, second: str, rows: dict[str, int]) -> str:

@@ -1,45 +1,35 @@
-"""The fault harness at length: `python tests/faults.py` kills runs and feeds wrong input, and writes what it found.
-
-    python tests/faults.py --kills 200 --pairs 20 --inputs 10000 --page docs/reliability.md
-
-Everything is drawn from --seed, except the moments of kills that come from outside. SIGTERM or Ctrl-C cuts it short:
-what was found until then is written beside the page, which stays that of a whole run.
-"""
+"""A campaign of faults: kill runs, damage files, generate wrong input, and collect what fails."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import multiprocessing
-import platform
 import shutil
 import signal
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
-from test_fuzz import changed, changes, commands, numbers, overrides
+from hypothesis import strategies as st
 
 from equipoise.errors import UserError
 from equipoise.training import apply_overrides, make_recipe, read_recipe
 from equipoise.training.parts import make_parts
 from equipoise.training.recipe import packaged_recipes
-from faults_input import Tally, run_command, shown, told, try_files, without_training
-from faults_kill import Tally as Kills
-from faults_kill import kill_runs
-from faults_kinds import FILES, write_run
-from faults_page import page
+from harness.commands import run_command, shown, told, without_training
+from harness.damage import Tally, try_files
+from harness.file_kinds import FILES, write_run
+from harness.kills import Tally as Kills
+from harness.kills import kill_runs
+from harness.page import page
+from harness.strategies import changed, changes, commands, numbers, overrides
 from train_helpers import tiny
 
-# of all inputs, in percent; the rest is shared out evenly among the kinds of files
+# percent of all inputs; the kinds of files share the rest evenly
 GENERATED = {
     "recipes, as values": 25,
     "overrides": 10,
@@ -52,7 +42,7 @@ THEORY = ["--L", "--eta", "--c", "--n", "--N", "--alpha", "--gap", "--sigma", "-
 
 @dataclass
 class Found:
-    """All that the page says."""
+    """The results of a campaign."""
 
     seed: int
     alone: Kills = field(default_factory=Kills)
@@ -68,8 +58,7 @@ class Found:
 
 
 def generated(name: str, count: int, seed: int, folder: Path, tally: Tally) -> None:
-    """So many inputs that hypothesis makes; of each error the last is kept, which is the simplest that it found."""
-    from hypothesis import strategies as st
+    """Try `count` generated inputs of a kind. Of each error the last input is kept, which is the simplest."""
 
     def recipe(case: tuple[str, list[tuple[str, object]]]) -> None:
         make_recipe(changed(read_recipe(case[0]), case[1]))
@@ -77,8 +66,8 @@ def generated(name: str, count: int, seed: int, folder: Path, tally: Tally) -> N
     def override(words: list[str]) -> None:
         make_recipe(apply_overrides(read_recipe("digits"), words))
 
-    def model(places: list[tuple[str, object]]) -> None:
-        make_parts(make_recipe(changed(tiny(), places)))
+    def model(chosen: list[tuple[str, object]]) -> None:
+        make_parts(make_recipe(changed(tiny(), chosen)))
 
     def command(words: list[str]) -> None:
         run_command(words, folder)
@@ -87,7 +76,7 @@ def generated(name: str, count: int, seed: int, folder: Path, tally: Tally) -> N
         run_command(["theory", *(f"{option}={value}" for option, value in options.items())], folder)
 
     named = st.tuples(st.sampled_from(sorted(packaged_recipes())), changes())
-    work: dict[str, tuple[st.SearchStrategy, Callable]] = {  # type: ignore[type-arg]
+    work: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None]]] = {
         "recipes, as values": (named, recipe),
         "overrides": (st.lists(overrides, max_size=4), override),
         "command lines": (commands, command),
@@ -98,11 +87,11 @@ def generated(name: str, count: int, seed: int, folder: Path, tally: Tally) -> N
     options = settings(
         max_examples=count,
         deadline=None,
+        derandomize=False,  # the seed is the campaign's
         database=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],
     )
-
     failed: dict[str, str] = {}
 
     @seeded(seed)
@@ -131,13 +120,14 @@ def generated(name: str, count: int, seed: int, folder: Path, tally: Tally) -> N
 
 
 def shares(count: int) -> dict[str, int]:
-    """How many inputs of each kind make up so many, or a few more."""
+    """Divide `count` inputs, or a few more, among the kinds."""
     made = {name: -(-count * percent // 100) for name, percent in GENERATED.items()}
     each = -(-(count - sum(made.values())) // len(FILES))
     return made | {kind.name: max(each, 1) for kind in FILES}
 
 
 def feed(count: int, found: Found, folder: Path) -> None:
+    """Try `count` wrong inputs of all kinds."""
     share = shares(count)
     for name in GENERATED:
         generated(name, share[name], found.seed, folder / "generated", found.inputs)
@@ -148,11 +138,13 @@ def feed(count: int, found: Found, folder: Path) -> None:
 
 
 def kill(count: int, found: Found, folder: Path) -> None:
+    """Kill and resume `count` runs."""
     for found.alone in kill_runs(folder, count, found.seed):  # noqa: B020
         say(found)
 
 
 def kill_pairs(count: int, found: Found, folder: Path) -> None:
+    """Kill and resume `count` runs in two processes."""
     for found.pairs in kill_runs(folder, count, found.seed, processes=2):  # noqa: B020
         say(found)
 
@@ -164,12 +156,12 @@ def say(found: Found) -> None:
 
 
 class CutShort(BaseException):
-    """Not a KeyboardInterrupt, which the command line takes for its own."""
+    """Not a `KeyboardInterrupt`, which the command line handles itself."""
 
 
 @contextlib.contextmanager
 def until_a_signal(found: Found) -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the work within at once; a training within may not take them for its own."""
+    """End the block at SIGTERM and Ctrl-C; a training inside the block does not handle them."""
 
     def stop(*_: object) -> None:
         raise CutShort
@@ -189,37 +181,8 @@ def until_a_signal(found: Found) -> Iterator[None]:
 
 
 def write_page(found: Found, path: Path, overwrite: bool) -> Path:
-    """The page itself, or one beside it for a run that was cut short."""
+    """Write the page; after a campaign that was stopped early, one with the suffix .part.md instead."""
     if found.cut_short and not overwrite:
         path = path.with_suffix(".part.md")
     path.write_text(page(found), encoding="utf-8")
     return path
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="runs that are killed")
-    parser.add_argument("--pairs", type=int, default=20, help="runs in two processes that are killed")
-    parser.add_argument("--inputs", type=int, default=10_000, help="wrong inputs")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--page", type=Path, help="the page to write the figures to")
-    parser.add_argument("--overwrite", action="store_true", help="write the page even when cut short")
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    found = Found(asked.seed, environment=f"{datetime.now(UTC).date().isoformat()}, {versions}, one CPU core")
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, until_a_signal(found):
-        for name, work in (("kills", kill), ("pairs", kill_pairs), ("inputs", feed)):
-            if count := getattr(asked, name):
-                work(count, found, Path(folder) / name)
-    found.seconds = time.monotonic() - started
-    print(*found.failures, sep="\n")
-    if asked.page is not None:
-        print(f"written: {write_page(found, asked.page, asked.overwrite)}")
-    return 1 if found.failures or found.cut_short else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
