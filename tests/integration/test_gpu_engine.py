@@ -76,7 +76,7 @@ COMPILED: list[Case] = [
     ("rigl", "replay", "sgd", "standard"),
     ("bsr-net", "sgd", "sgdw", "standard"),
     ("set", "recompute", "adam", "at"),
-    ("static", "sgd", "two groups", "at with clean images"),
+    ("static", "sgd", "adamw, two groups", "at"),
 ]
 
 

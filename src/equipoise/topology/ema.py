@@ -57,6 +57,7 @@ class EMA:
         self._stepped = list(self.parameters.values()) if flat is None else flat.stretches
         self._averages = [tensor.detach().clone() for tensor in self._stepped]
         self._rate = torch.zeros((), dtype=torch.float64, device=self._stepped[0].device)  # 1 - d
+        self._known_rate = 0.0
         self.values = {
             name: self._average(p) if flat is None else flat.view(p, self._average(flat.stretch_of(p)))
             for name, p in self.parameters.items()
@@ -96,7 +97,10 @@ class EMA:
     def begin_step(self, number: int) -> None:
         """Set the decay of update `number`, counted from 0."""
         self.steps = number + 1
-        self._rate.fill_(1 - min(self.decay, (1 + self.steps) / (10 + self.steps)))
+        rate = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
+        if rate != self._known_rate:  # it is constant after the first steps
+            self._rate.fill_(rate)
+            self._known_rate = rate
 
     @torch.no_grad()
     def blend(self) -> None:

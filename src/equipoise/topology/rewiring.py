@@ -175,7 +175,7 @@ class MaskedRewiring(Rewiring):
             weights[where] = self._signs[where].to(weights.dtype) * NEWBORN
             activity[where] = torch.where(wanted, ACTIVE, activity[where]).to(torch.int8)
             for tensor in self._followers(self._layers[0].masked.tensor):
-                tensor[where] = 0
+                tensor.index_fill_(0, where, 0)
             return
         newborn = torch.zeros_like(activity, dtype=torch.bool).index_fill_(0, where, True)
         for layer, start in zip(self._layers, self._starts, strict=True):

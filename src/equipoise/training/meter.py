@@ -11,7 +11,7 @@ from torch import Tensor
 from equipoise.errors import NonFiniteLoss
 from equipoise.world import World
 
-LOSS, CORRECT, IMAGES, FIRST_BAD = range(4)
+LOSS, CORRECT, IMAGES, BATCHES, FIRST_BAD = range(5)
 
 
 class Meter:
@@ -24,8 +24,7 @@ class Meter:
 
     def __init__(self, device: torch.device, tally: Callable[..., None] | None = None) -> None:
         self._tally = tally or add_batch
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
-        self._number = torch.zeros((), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self.reset()
 
     def reset(self) -> None:
@@ -33,13 +32,9 @@ class Meter:
         self._sums.zero_()
         self._sums[FIRST_BAD].fill_(torch.inf)
 
-    def begin_batch(self, number: int) -> None:
-        """Set the number of the coming batch."""
-        self._number.fill_(number)
-
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch; a CUDA graph can replay this."""
-        self._tally(self._sums, self._number, loss, logits, labels)
+        self._tally(self._sums, loss, logits, labels)
 
     def all_reduce(self, world: World) -> Meter:
         """The meter of all processes."""
@@ -74,13 +69,14 @@ class Meter:
 
 
 @torch.no_grad()
-def add_batch(sums: Tensor, number: Tensor, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-    """Add the mean loss and the correct predictions of batch `number` to the sums, in place."""
+def add_batch(sums: Tensor, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+    """Add the mean loss and the correct predictions of a batch to the sums, in place."""
     images = float(len(labels))
     loss = loss.double()
     correct = (logits.argmax(1) == labels).sum().double()
-    bad = torch.where(loss.isfinite(), sums[FIRST_BAD], torch.minimum(sums[FIRST_BAD], number))
-    sums.copy_(torch.stack([sums[LOSS] + loss * images, sums[CORRECT] + correct, sums[IMAGES] + images, bad]))
+    total, right, seen, batches, bad = sums.unbind()
+    bad = torch.where(loss.isfinite(), bad, torch.minimum(bad, batches))
+    sums.copy_(torch.stack([total + loss * images, right + correct, seen + images, batches + 1, bad]))
 
 
 def learned_nothing(losses: Sequence[float]) -> bool:

@@ -64,12 +64,13 @@ class SGDW(torch.optim.Optimizer):
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set the learning rate of all groups."""
+    """Set the learning rate of all groups; on a device only if it has changed."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(value)
-        else:
+        if not isinstance(group["lr"], Tensor):
             group["lr"] = value
+        elif group.get("lr_on_device") != value:
+            group["lr"].fill_(value)
+            group["lr_on_device"] = value
 
 
 @dataclass(frozen=True, kw_only=True)

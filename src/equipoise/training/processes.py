@@ -122,5 +122,6 @@ def _mean(values: list[Any]) -> Any:
 
 
 def _total(meters: list[dict[str, Any]], leads: bool) -> dict[str, Any]:
+    """The sums of loss, correct predictions and images on the first process; batches and first bad batch on all."""
     sums = torch.stack([meter["sums"] for meter in meters])
     return {"sums": torch.cat([sums[:, :3].sum(0) * leads, sums[:, 3:].amin(0)])}

@@ -113,7 +113,6 @@ class Step:
         epoch, batch = divmod(number, len(self._loader))
         set_learning_rate(self._optimizer, learning_rate)
         self._passes.begin_step(number)
-        self._meter.begin_batch(batch)
         if self._ema is not None:
             self._ema.begin_step(number)
         return BatchRef(epoch, batch, self._passes.attacks_steps)
