@@ -68,7 +68,8 @@ class Correction:
         self.total_steps = total_steps
         self.seed = seed
         self.cost = estimator.cost if cost is None else cost
-        self.runner = Runner(model, self.topology, world or World.of(model), gradients or Gradients())
+        world = World.of(model) if world is None else world
+        self.runner = Runner(model, self.topology, world, gradients or Gradients())
         self.coefficient = estimator.make_coefficient()
         self.mode = MODES[estimator.mode](self.runner.snapshot, TABLE_TYPES[estimator.table])
         self.steps = 0
