@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from equipoise.training.captured import CapturedStep
 
 from equipoise.training import Trainer, make_recipe
-from equipoise.training.captured import CapturedStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

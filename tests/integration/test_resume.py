@@ -1,4 +1,4 @@
-"""A run that is killed with kill -9 and resumed ends bit-equal to one that was not."""
+"""A run that is killed with kill -9 and resumed ends bit-identical to one that was not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVERYWHERE: list[Trap] = [
 
 
 def kill_and_compare(tmp_path: Path, traps: list[Trap], **changes: Any) -> str:
-    """The log of a run that is killed at each of the moments and resumed, after it is compared with a whole one."""
+    """Kill a run at each moment, resume it, compare it with an undisturbed run, and return its log."""
     recipe, log = tmp_path / "recipe.yaml", tmp_path / "log"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     recipe.write_text(yaml.safe_dump(tiny(**changes)))
@@ -172,7 +172,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_run_killed_from_outside_by_its_process_id(tmp_path: Path) -> None:
-    """As a scheduler would: the installed command, kill -9 at whatever moment it happens to be."""
+    """As by a scheduler: kill -9 at a random moment."""
     recipe, log = tmp_path / "recipe.yaml", tmp_path / "log"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     recipe.write_text(yaml.safe_dump(tiny(epochs=25, checkpoint={"steps": 4})))

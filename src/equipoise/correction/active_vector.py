@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.storage.layer import Layer
+from equipoise.storage.sparse_weight import SparseWeight
 
 
 class SparseLayers(Protocol):
     """What an active vector needs of a topology: its layers, and how often their masks have changed."""
 
-    layers: list[Layer]
+    layers: list[SparseWeight]
     updates: int
 
 
@@ -150,7 +150,7 @@ class ActiveVector:
         self._set_indices(indices, state["made_at"])
 
 
-def _active_indices(layer: Layer) -> Tensor:
+def _active_indices(layer: SparseWeight) -> Tensor:
     if layer.index is not None:
         return layer.index.clone()
     return layer.mask().reshape(-1).nonzero().squeeze(1).to(torch.int32)  # half the memory, enough for any layer

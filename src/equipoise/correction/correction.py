@@ -196,7 +196,7 @@ class Correction:
         if scale < 1 and self.estimator.mode == "previous":
             raise UserError(f"scale={scale}: MVR needs the whole batch of a step at once, without micro-batches")
         if not self.corrects_next_step:
-            loss = self.runner.backward(loss_fn, batch, scale, corrects=self.enabled)
+            loss = self.runner.backward(loss_fn, batch, scale)
             (loss,) = self.runner.all_reduce_mean(loss)
         elif self._training is not None and self._training != self.model.training:
             mode = "training" if self._training else "evaluation"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,14 +29,19 @@ class Gradients:
         return ActiveVector(parameters, topology, every_index)
 
     @torch.no_grad()
-    def loss(self, loss_fn: LossFunction, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, loss_fn: LossFunction, model: nn.Module, batch: Batch, at_snapshot: bool = False) -> Tensor:
         """Run forward without gradients at the weights that the model has now."""
         with by_itself(model):
             return loss_fn(model, *batch).detach()
 
     @torch.enable_grad()
     def differentiate(
-        self, loss_fn: LossFunction, model: nn.Module, batch: Batch, vector: ActiveVector
+        self,
+        loss_fn: LossFunction,
+        model: nn.Module,
+        batch: Batch,
+        vector: ActiveVector,
+        at_snapshot: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch and its gradient as an active vector; `.grad` is not changed."""
         with by_itself(model):
@@ -50,19 +54,19 @@ class Gradients:
     def backward(
         self, loss_fn: LossFunction, model: nn.Module, batch: Batch, scale: float, topology: Topology | None
     ) -> Tensor:
-        """Run forward and backward, add `scale` times the gradient to `.grad`, and return the (unscaled) loss.
+        """Run forward and backward, add the gradient to `.grad`, and return the loss.
 
-        The topology, if given, keeps the batch gradient for growth: a correction will be added to `.grad`.
+        Args:
+            loss_fn: Maps the model and the batch to the mean loss.
+            model: The model, at its live weights.
+            batch: The arguments of `loss_fn` after the model.
+            scale: Factor of the gradient; the returned loss is not scaled.
+            topology: The topology of the model, if any.
         """
         with by_itself(model, live=True):
             loss = loss_fn(model, *batch)
-            with nullcontext() if topology is None else topology.keeping_batch_gradient():
-                self.propagate(loss if scale == 1 else loss * scale)
+            (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
-
-    def propagate(self, loss: Tensor) -> None:
-        """Add the gradient of a loss to `.grad`."""
-        loss.backward()
 
     def is_empty(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether nothing was accumulated yet in this step."""
@@ -85,9 +89,9 @@ class Gradients:
 
     @torch.no_grad()
     def all_reduce_mean(
-        self, world: World, parameters: Sequence[nn.Parameter], topology: Topology | None, others: Sequence[Tensor]
+        self, world: World, parameters: Sequence[nn.Parameter], others: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Average `.grad`, the gradients kept for growth, and `others` over the processes, in one all-reduce.
+        """Average `.grad` and `others` over the processes, in one all-reduce.
 
         Gradients are averaged in place; the means of `others` are returned. A parameter that takes part in the loss
         of some processes only has a zero gradient in the others.
@@ -97,7 +101,7 @@ class Gradients:
         missing = {i for i, p in enumerate(parameters) if p.grad is None}
         for i in missing:
             parameters[i].grad = torch.zeros_like(parameters[i])
-        own = [p.grad for p in parameters if p.grad is not None] + ([] if topology is None else topology.put_aside())
+        own = [p.grad for p in parameters if p.grad is not None]
         used = own[0].new_tensor([float(i not in missing) for i in range(len(parameters))])
         means = world.all_reduce_mean([*own, used, *others])
         for tensor, mean in zip(own, means, strict=False):

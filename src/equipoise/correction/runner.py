@@ -45,24 +45,29 @@ class Runner:
     def old_loss(self, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """Run forward at the snapshot."""
         with self.snapshot.at():
-            loss = self.gradients.loss(loss_fn, self.model, batch)
+            loss = self.gradients.loss(loss_fn, self.model, batch, at_snapshot=True)
         self.passes["forward"] += 1
         return loss
 
     def gradient(self, loss_fn: LossFunction, batch: Batch, vector: ActiveVector) -> tuple[Tensor, Tensor]:
         """Return loss and gradient at the live weights; accumulated gradients are not changed."""
-        found = self.gradients.differentiate(loss_fn, self.model, batch, vector)
-        self.count()
-        return found
+        return self._differentiate(loss_fn, batch, vector, at_snapshot=False)
 
     def old_gradient(self, loss_fn: LossFunction, batch: Batch, vector: ActiveVector) -> tuple[Tensor, Tensor]:
         """Return loss and gradient at the snapshot."""
         with self.snapshot.at():
-            return self.gradient(loss_fn, batch, vector)
+            return self._differentiate(loss_fn, batch, vector, at_snapshot=True)
 
-    def backward(self, loss_fn: LossFunction, batch: Batch, scale: float, corrects: bool) -> Tensor:
+    def _differentiate(
+        self, loss_fn: LossFunction, batch: Batch, vector: ActiveVector, at_snapshot: bool
+    ) -> tuple[Tensor, Tensor]:
+        found = self.gradients.differentiate(loss_fn, self.model, batch, vector, at_snapshot)
+        self.count()
+        return found
+
+    def backward(self, loss_fn: LossFunction, batch: Batch, scale: float) -> Tensor:
         """Add the gradient at the live weights to the accumulated ones; return the loss."""
-        loss = self.gradients.backward(loss_fn, self.model, batch, scale, self.topology if corrects else None)
+        loss = self.gradients.backward(loss_fn, self.model, batch, scale, self.topology)
         self.count()
         return loss
 
@@ -73,4 +78,4 @@ class Runner:
 
     def all_reduce_mean(self, *others: Tensor) -> list[Tensor]:
         """Average the accumulated gradients over the processes, and return the means of `others`."""
-        return self.gradients.all_reduce_mean(self.world, self.parameters, self.topology, others)
+        return self.gradients.all_reduce_mean(self.world, self.parameters, others)

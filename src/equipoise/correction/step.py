@@ -65,7 +65,7 @@ class CorrectedStep:
         """Run the batch at the live weights; return its loss and its unscaled gradient alone."""
         gradients, vector = self._runner.gradients, self._vector
         before = None if gradients.is_empty(vector.parameters) else gradients.read(vector)
-        loss = self._runner.backward(loss_fn, batch, scale, corrects=True)
+        loss = self._runner.backward(loss_fn, batch, scale)
         new = gradients.read(vector)
         if before is not None:
             new -= before
@@ -80,8 +80,6 @@ class CorrectedStep:
         deviation = old.gradient - old.reference
         everywhere = deviation.clone() if self._growth_is_next else None
         live = vector.live()
-        if live is not None:
-            new *= live  # at a topology update it contains the gradient of inactive weights too
         for mask in (live, old.known):
             if mask is not None:
                 deviation *= mask
@@ -91,8 +89,9 @@ class CorrectedStep:
             weight = torch.full((), weight, dtype=new.dtype, device=new.device)  # does not wait for a GPU
         weight = vector.spread(weight) if weight.dim() else weight
         delta = deviation * -weight
-        added = delta if everywhere is None else everywhere.mul_(-weight)
-        self._runner.gradients.add(vector, added if scale == 1 else added * scale)
+        self._runner.gradients.add(vector, delta if scale == 1 else delta * scale)
+        if everywhere is not None and self._runner.topology is not None:
+            self._runner.topology.add_to_growth(vector.parameters, vector.unpack(everywhere.mul_(-weight * scale)))
         return Applied(deviation, delta, weight.mean())
 
     @property

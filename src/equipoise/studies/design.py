@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.catalogue import suggestion
-from equipoise.config import build, call, parse_yaml
+from equipoise.config import build, call, parse_yaml, split
 from equipoise.errors import UserError
 from equipoise.studies.metrics import BY_EPOCH, MEASURED, METRICS, SHARES, WINDOW
 from equipoise.studies.results import VERSION, Claim, PaperValue, rounded, slug
 from equipoise.studies.robust import JUDGES
-from equipoise.training.recipe import apply_overrides, lay_over, make_recipe, read_recipe, split
+from equipoise.training.recipe import apply_overrides, lay_over, make_recipe, read_recipe
 
 SCORES = ("plain", "bn_recalibrated", "ema")
 

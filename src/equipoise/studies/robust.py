@@ -83,7 +83,7 @@ def robust_table(
     at_once = AT_ONCE if parts.device.type == "cpu" else count
     results = {}
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
-        for score in three_ways(parts.model, trainer.fresh_images, parts.average):
+        for score in three_ways(parts.model, trainer.recalibration_images, parts.ema):
             task = bar.add_task(f"{attack}, {score}", total=count)
 
             def advance(result: RobustResult, task: TaskID = task) -> None:

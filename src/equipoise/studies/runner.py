@@ -211,7 +211,7 @@ def _free(trainer: Trainer) -> None:
 
     Compiled kernels stay in the compiler's cache on disk, and measured convolutions in this process.
     """
-    if trainer.captured is not None:
+    if trainer.parts.engine.captures:
         torch.compiler.reset()  # else the next models would count as recompilations, of which there may be few
     vars(trainer).clear()  # whoever still holds the trainer holds nothing
     gc.collect()
@@ -226,7 +226,7 @@ def robust_scores(trainer: Trainer, attack: str, images: int) -> dict[str, dict[
     loader = parts.loaders["test"]
     count = min(images or loader.order.count, loader.order.count)
     scores = {}
-    with closing(three_ways(parts.model, trainer.fresh_images, parts.average)) as ways:
+    with closing(three_ways(parts.model, trainer.recalibration_images, parts.ema)) as ways:
         for score in ways:
             found = judge.run(parts.model, first(count, loader.epoch(0), count), lambda _: signals.check())
             scores[score] = {"clean": found.clean, "robust": found.robust, "images": found.images}

@@ -162,7 +162,7 @@ def test_it_can_go_back_to_the_start(tmp_path: Path) -> None:
 
 
 class Stop(Watcher):
-    """Breaks a run off after so many steps, those included that were for nothing."""
+    """Interrupts a run after a number of steps, including those that were rolled back."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls

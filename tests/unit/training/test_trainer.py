@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from equipoise.correction import CORRECTIONS
 from equipoise.errors import NonFiniteLoss, UserError
-from equipoise.models.small import MLP
+from equipoise.models.small_networks import MLP
 from equipoise.topology import ALGORITHMS
 from equipoise.training import RunFolder, Trainer, make_recipe, resume
 from equipoise.training.evaluate import Score
