@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torch import nn
 
+from equipoise.checks import require_whole
 from equipoise.config import build, shown
 from equipoise.correction.coefficient import (
     COEFFICIENTS,
@@ -82,9 +83,8 @@ class Estimator:
         for name in ("batch_fraction", "step_fraction"):
             if getattr(self, name) == 0:
                 raise UserError(f'{name}=0 would correct nothing; use the correction "sgd"')
-        for name, least in (("every", 0), ("from_epoch", 0), ("probe", 2)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name}={getattr(self, name)} must be at least {least}")
+        require_whole(0, every=self.every, from_epoch=self.from_epoch)
+        require_whole(2, probe=self.probe)
         if self.mode == "replay" and (self.batch_fraction != 1 or self.step_fraction != 1):
             raise UserError("replay stores the gradient of every batch; batch_fraction and step_fraction must be 1")
         if self.mode == "running" and self.batch_fraction != 1:
