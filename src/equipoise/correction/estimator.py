@@ -76,7 +76,7 @@ class Estimator:
         choices = {"mode": self.modes, "when": get_args(When), "table": get_args(TableType)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
-                raise UserError(f'{name}="{getattr(self, name)}" must be one of {", ".join(known)}')
+                raise UserError(f'{name}="{getattr(self, name)}" must be {" or ".join(known)}')
         for name in ("gamma", "batch_fraction", "step_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name}={getattr(self, name)} must be between 0 and 1")
