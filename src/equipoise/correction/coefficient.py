@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from equipoise.catalogue import Catalogue
+from equipoise.correction.state import Stateful
 from equipoise.errors import UserError
 
 Weight = float | Tensor  # one number, or one per parameter
@@ -109,7 +110,7 @@ def _check_finite(name: str, value: float) -> None:
         raise UserError(f"{name}={value} must be a finite number, such as 1")
 
 
-class Coefficient:
+class Coefficient(Stateful):
     """The running value of c.
 
     A step uses the value that is known before its batch is drawn. A value that depended on the batch would bias the
@@ -138,12 +139,6 @@ class Coefficient:
     def report(self) -> dict[str, Tensor | float]:
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
 
 class ScheduledCoefficient(Coefficient):
     """c changes linearly from `start` at the first step to `end` at the last one."""
@@ -159,6 +154,7 @@ class LossCoefficient(Coefficient):
     """ĉ = Cov(l(B|θ), l(B|θ̃)) / Var(l(B|θ̃)) over batch losses, c ← (1-α)c + α·ĉ, c₀ = 0."""
 
     needs_losses = True
+    saved = ("c", "estimate")
 
     def __init__(self, options: Loss) -> None:
         self._options = options
@@ -183,12 +179,6 @@ class LossCoefficient(Coefficient):
     def report(self) -> dict[str, Tensor | float]:
         return {"c": self.c} if self.estimate is None else {"c": self.c, "c_hat": self.estimate}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"c": self.c, "estimate": self.estimate}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.c, self.estimate = state["c"], state["estimate"]
-
 
 class GradientCoefficient(Coefficient):
     """c* = Cov(g_new, g_old) / Var(g_old), the minimum of the variance of the corrected gradient.
@@ -198,17 +188,18 @@ class GradientCoefficient(Coefficient):
     """
 
     needs_gradients = True
+    saved = ("steps", "moments")
 
     def __init__(self, options: Gradient) -> None:
         self._options = options
-        self._steps = 0
-        self._moments: Tensor | None = None  # [2, layers or 1]: covariance, variance
+        self.steps = 0
+        self.moments: Tensor | None = None  # [2, layers or 1]: covariance, variance
 
     def coefficients(self) -> Tensor | None:
         """Return one c, or one per parameter; None before the first step."""
-        if self._moments is None:
+        if self.moments is None:
             return None
-        covariance, variance = self._moments
+        covariance, variance = self.moments
         c = torch.where(variance > 0, covariance / variance, 0.0)
         return c.clamp(0, 1) if self._options.clamp else c
 
@@ -228,25 +219,19 @@ class GradientCoefficient(Coefficient):
         pairs = zip(new.split(parts), old.split(parts), strict=True)
         moments = torch.stack([torch.stack([a.dot(b), b.dot(b)]) for a, b in pairs], dim=1)
         moments[0] -= noise * moments[1]  # both sides are centred on g̃, so its noise looks like covariance
-        if self._moments is None:
-            self._moments, self._steps = torch.zeros_like(moments), 0
-        self._steps += 1
-        newest = max(1 - self._options.memory, 1 / self._steps)
+        if self.moments is None:
+            self.moments, self.steps = torch.zeros_like(moments), 0
+        self.steps += 1
+        newest = max(1 - self._options.memory, 1 / self.steps)
         # An overflow, which loss scaling can cause, would never leave the average.
-        self._moments = torch.where(moments.isfinite().all(), self._moments.lerp(moments, newest), self._moments)
+        self.moments = torch.where(moments.isfinite().all(), self.moments.lerp(moments, newest), self.moments)
 
     def restart(self, layers: int) -> None:
         """Keep the average over the previous snapshot's steps as one observation."""
-        self._steps = min(self._steps, 1)
-        if self._options.per_layer and self._moments is not None and self._moments.shape[1] != layers:
-            self._moments = None  # parameters were frozen or unfrozen
+        self.steps = min(self.steps, 1)
+        if self._options.per_layer and self.moments is not None and self.moments.shape[1] != layers:
+            self.moments = None  # parameters were frozen or unfrozen
 
     def report(self) -> dict[str, Tensor | float]:
         c = self.coefficients()
         return {} if c is None else {"c": c.mean()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "moments": self._moments}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps, self._moments = state["steps"], state["moments"]

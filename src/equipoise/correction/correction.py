@@ -68,7 +68,8 @@ class Correction:
         self.total_steps = total_steps
         self.seed = seed
         self.cost = estimator.cost if cost is None else cost
-        self.runner = Runner(model, self.topology, world or World.of(model), gradients or Gradients())
+        world = World.of(model) if world is None else world
+        self.runner = Runner(model, self.topology, world, gradients or Gradients())
         self.coefficient = estimator.make_coefficient()
         self.mode = MODES[estimator.mode](self.runner.snapshot, TABLE_TYPES[estimator.table])
         self.steps = 0
@@ -104,10 +105,6 @@ class Correction:
     @property
     def device(self) -> torch.device:
         return self.runner.device
-
-    @property
-    def corrects_next_step(self) -> bool:
-        return self.enabled and due(self.steps_since_refresh, self.estimator.step_fraction)
 
     @property
     def weight(self) -> Weight:
@@ -194,7 +191,7 @@ class Correction:
         """
         if scale < 1 and self.estimator.mode == "previous":
             raise UserError(f"scale={scale}: MVR needs the whole batch of a step at once, without micro-batches")
-        if not self.corrects_next_step:
+        if not (self.enabled and due(self.steps_since_refresh, self.estimator.step_fraction)):
             loss = self.runner.backward(loss_fn, batch, scale)
             (loss,) = self.runner.all_reduce_mean(loss)
         elif self._training is not None and self._training != self.model.training:
@@ -202,14 +199,9 @@ class Correction:
             raise UserError(f"refresh ran in {mode} mode and this step does not; call model.train() before both")
         else:
             loss = self._step.backward(loss_fn, batch, scale, index, self.weight)
-        self.count_step()
-        return loss
-
-    def count_step(self, passes: int = 0) -> None:
-        """Count a step; `passes` of its forward and backward passes were made outside of this object."""
         self.steps += 1
         self.steps_since_refresh += 1
-        self.runner.count(passes)
+        return loss
 
     # Report and state
 
@@ -247,7 +239,10 @@ class Correction:
         if saved != here:
             raise UserError(f"the state belongs to {saved} and this correction is {here}")
         self.runner.snapshot.load(state["snapshot"])
-        self._load_vector(state["active_vector"])
+        self.mode.vector = None
+        if state["active_vector"] is not None:
+            self.mode.vector = self.runner.active_vector()
+            self.mode.vector.load_state_dict(state["active_vector"])
         state = copy_state(state, self.device)
         self.steps, self.steps_since_refresh, self.refreshes, enabled = state["counters"]
         self.enabled, self._training = bool(enabled), None
@@ -257,15 +252,3 @@ class Correction:
         self._step.statistics.load_state_dict(state["statistics"])
         self._step.loss_pairs = [(new, old) for new, old in state["loss_pairs"]]
         self.decision = None if state["decision"] is None else Decision(*state["decision"])
-
-    def use(self, gradients: Gradients) -> None:
-        """Run the passes and keep the gradients by another object from now on."""
-        vector = self.mode.vector
-        self.runner.gradients = gradients
-        self._load_vector(None if vector is None else vector.state_dict())
-
-    def _load_vector(self, state: dict[str, Any] | None) -> None:
-        self.mode.vector = None
-        if state is not None:
-            self.mode.vector = self.runner.active_vector()
-            self.mode.vector.load_state_dict(state)

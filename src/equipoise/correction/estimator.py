@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torch import nn
 
+from equipoise.checks import require_whole
 from equipoise.config import build, shown
 from equipoise.correction.coefficient import (
     COEFFICIENTS,
@@ -75,16 +76,15 @@ class Estimator:
         choices = {"mode": self.modes, "when": get_args(When), "table": get_args(TableType)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
-                raise UserError(f'{name}="{getattr(self, name)}" must be one of {", ".join(known)}')
+                raise UserError(f'{name}="{getattr(self, name)}" must be {" or ".join(known)}')
         for name in ("gamma", "batch_fraction", "step_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name}={getattr(self, name)} must be between 0 and 1")
         for name in ("batch_fraction", "step_fraction"):
             if getattr(self, name) == 0:
                 raise UserError(f'{name}=0 would correct nothing; use the correction "sgd"')
-        for name, least in (("every", 0), ("from_epoch", 0), ("probe", 2)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name}={getattr(self, name)} must be at least {least}")
+        require_whole(0, every=self.every, from_epoch=self.from_epoch)
+        require_whole(2, probe=self.probe)
         if self.mode == "replay" and (self.batch_fraction != 1 or self.step_fraction != 1):
             raise UserError("replay stores the gradient of every batch; batch_fraction and step_fraction must be 1")
         if self.mode == "running" and self.batch_fraction != 1:

@@ -19,7 +19,8 @@ Batch = tuple[Any, ...]  # the arguments of the loss function after the model
 class Gradients:
     """Runs the passes of a correction on a model and accumulates gradients in `.grad` of its parameters.
 
-    An engine that runs passes in another way or keeps the gradients elsewhere overrides these methods.
+    An engine that runs passes in another way or keeps the gradients elsewhere overrides these methods. `at_snapshot`
+    tells it that the model has the tensors of the snapshot, which are at other addresses than the live ones.
     """
 
     def active_vector(
@@ -54,14 +55,9 @@ class Gradients:
     def backward(
         self, loss_fn: LossFunction, model: nn.Module, batch: Batch, scale: float, topology: Topology | None
     ) -> Tensor:
-        """Run forward and backward, add the gradient to `.grad`, and return the loss.
+        """Run forward and backward, add `scale` times the gradient to `.grad`, and return the (unscaled) loss.
 
-        Args:
-            loss_fn: Maps the model and the batch to the mean loss.
-            model: The model, at its live weights.
-            batch: The arguments of `loss_fn` after the model.
-            scale: Factor of the gradient; the returned loss is not scaled.
-            topology: The topology of the model, if any.
+        The hooks of the topology record the gradients of inactive weights; an engine without hooks calls it instead.
         """
         with by_itself(model, live=True):
             loss = loss_fn(model, *batch)

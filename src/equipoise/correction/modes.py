@@ -11,6 +11,7 @@ from torch import Tensor
 from equipoise.correction.active_vector import ActiveVector
 from equipoise.correction.estimator import ModeName, TableType
 from equipoise.correction.snapshot import RandomState, Snapshot
+from equipoise.correction.state import Stateful
 from equipoise.errors import UserError
 
 
@@ -27,7 +28,7 @@ class OldGradient(NamedTuple):
 PassAtSnapshot = Callable[[], tuple[Tensor, Tensor]]  # -> loss, gradient as an active vector
 
 
-class Mode:
+class Mode(Stateful):
     """Base of the modes. All gradients are active vectors of `vector`, which a refresh renews."""
 
     full_pass = False  # a refresh runs the batches at the new snapshot and records their gradients
@@ -36,10 +37,15 @@ class Mode:
         self.snapshot = snapshot
         self.dtype = dtype  # of tables; None: as computed
         self.vector: ActiveVector | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all gradients."""
 
     def start(self, vector: ActiveVector, batches: int | None) -> None:
         """Begin a refresh; `batches` is their number, None if unknown."""
         self.vector = vector
+        self.reset()
 
     def record(self, gradient: Tensor, random: RandomState) -> None:
         """Record the next gradient of the full pass and the random state it was computed with."""
@@ -65,42 +71,29 @@ class Mode:
     def end_step(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
         """End a step, given its batch gradient and the correction that was added to it."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
 
 class Recompute(Mode):
     """g_old by a second pass on the batch, g̃ by a full pass over all batches (the paper)."""
 
     full_pass = True
-    _mean: Tensor | None = None  # the sum until the full pass ends
-    _count = 0
+    saved = ("mean",)
 
-    def start(self, vector: ActiveVector, batches: int | None) -> None:
-        super().start(vector, batches)
-        self._mean, self._count = None, 0
+    def reset(self) -> None:
+        self.mean: Tensor | None = None  # the sum until the full pass ends
+        self.count = 0
 
     def record(self, gradient: Tensor, random: RandomState) -> None:
-        self._mean = gradient if self._mean is None else self._mean.add_(gradient)
-        self._count += 1
+        self.mean = gradient if self.mean is None else self.mean.add_(gradient)
+        self.count += 1
 
     def end_full_pass(self) -> None:
-        assert self._mean is not None
-        self._mean /= self._count  # the mean over batches of batch means
+        assert self.mean is not None
+        self.mean /= self.count  # the mean over batches of batch means
 
     def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
-        assert self._mean is not None
+        assert self.mean is not None
         loss, gradient = run()
-        return OldGradient(gradient, self._mean, loss)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": self._mean}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._mean = state["mean"]
+        return OldGradient(gradient, self.mean, loss)
 
 
 class Replay(Mode):
@@ -108,82 +101,73 @@ class Replay(Mode):
 
     full_pass = True
 
-    def __init__(self, snapshot: Snapshot, dtype: torch.dtype | None = None) -> None:
-        super().__init__(snapshot, dtype)
-        self._rows: list[Tensor] = []
-        self._randoms: list[RandomState] = []
-        self._mean: Tensor | None = None
-        self._next = 0
-
-    def start(self, vector: ActiveVector, batches: int | None) -> None:
-        super().start(vector, batches)
-        self._rows, self._randoms, self._mean, self._next = [], [], None, 0
+    def reset(self) -> None:
+        self.rows: list[Tensor] = []
+        self.randoms: list[RandomState] = []
+        self.mean: Tensor | None = None
+        self.next = 0
 
     def record(self, gradient: Tensor, random: RandomState) -> None:
-        self._rows.append(gradient.to(self.dtype))
-        self._randoms.append(random)
+        self.rows.append(gradient.to(self.dtype))
+        self.randoms.append(random)
         # The mean of the stored rows, not of the computed ones: the correction stays unbiased with bf16 rows.
-        row = self._rows[-1].to(gradient.dtype)
-        self._mean = row.clone() if self._mean is None else self._mean.add_(row)
+        row = self.rows[-1].to(gradient.dtype)
+        self.mean = row.clone() if self.mean is None else self.mean.add_(row)
 
     def end_full_pass(self) -> None:
-        assert self._mean is not None
-        self._mean /= len(self._rows)
+        assert self.mean is not None
+        self.mean /= len(self.rows)
 
     def random(self) -> RandomState | None:
-        return self._randoms[self._next] if self._next < len(self._randoms) else None
+        return self.randoms[self.next] if self.next < len(self.randoms) else None
 
     def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
-        if self._mean is None or self._next >= len(self._rows):
+        if self.mean is None or self.next >= len(self.rows):
             raise UserError("replay has used all batches of the last refresh; call refresh with the coming batches")
-        return OldGradient(self._rows[self._next].to(self._mean.dtype), self._mean)
+        return OldGradient(self.rows[self.next].to(self.mean.dtype), self.mean)
 
     def end_step(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
-        self._next += 1
+        self.next += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows that later steps need; at the end of an epoch there are none."""
-        left = slice(self._next, None)
-        if not self._rows[left]:
+        left = slice(self.next, None)
+        if not self.rows[left]:
             return {"rows": [], "randoms": [], "mean": None}
-        randoms = [random.state() for random in self._randoms[left]]
-        return {"rows": self._rows[left], "randoms": randoms, "mean": self._mean}
+        randoms = [random.state() for random in self.randoms[left]]
+        return {"rows": self.rows[left], "randoms": randoms, "mean": self.mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rows, self._mean, self._next = list(state["rows"]), state["mean"], 0
-        if self._mean is not None:
-            self._randoms = [RandomState.of(cpu, cuda, self._mean.device) for cpu, cuda in state["randoms"]]
+        self.rows, self.mean, self.next = list(state["rows"]), state["mean"], 0
+        if self.mean is not None:
+            self.randoms = [RandomState.of(cpu, cuda, self.mean.device) for cpu, cuda in state["randoms"]]
 
 
 class Running(Mode):
     """g_old by a second pass, g̃ by the mean of the earlier g_old since the refresh; there is no full pass."""
 
-    _mean: Tensor | None = None
-    _count = 0
+    saved = ("mean", "count")
 
-    def start(self, vector: ActiveVector, batches: int | None) -> None:
-        super().start(vector, batches)
-        self._mean, self._count = None, 0
+    def reset(self) -> None:
+        self.mean: Tensor | None = None
+        self.count = 0
 
     def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
         loss, gradient = run()
-        earlier = self._mean
-        self._count += 1
-        self._mean = gradient if earlier is None else torch.lerp(earlier, gradient, 1 / self._count)
+        earlier = self.mean
+        self.count += 1
+        self.mean = gradient if earlier is None else torch.lerp(earlier, gradient, 1 / self.count)
         # The mean of n - 1 independent gradients has 1/n of the variance of its difference to the n-th.
-        return None if earlier is None else OldGradient(gradient, earlier, loss, noise=1 / self._count)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": self._mean, "count": self._count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._mean, self._count = state["mean"], state["count"]
+        return None if earlier is None else OldGradient(gradient, earlier, loss, noise=1 / self.count)
 
 
 class Previous(Mode):
     """MVR: g_old at the weights of the last step, g̃ by the corrected gradient of the last step."""
 
-    _estimate: Tensor | None = None
+    saved = ("estimate",)
+
+    def reset(self) -> None:
+        self.estimate: Tensor | None = None
 
     def start(self, vector: ActiveVector, batches: int | None) -> None:
         """Continue the recursion: a refresh does not interrupt it."""
@@ -192,18 +176,18 @@ class Previous(Mode):
 
     def pause(self) -> None:
         """End the recursion: it will not see the steps of the coming epoch."""
-        self._estimate = None
+        self.reset()
 
     def renew_snapshot(self) -> None:
-        if self._estimate is None:  # otherwise the snapshot is that of the last step
+        if self.estimate is None:  # otherwise the snapshot is that of the last step
             self.snapshot.take()
 
     def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
         known = self._follow_topology()
-        if self._estimate is None:
+        if self.estimate is None:
             return None
         loss, gradient = run()
-        return OldGradient(gradient, self._estimate, loss, known)
+        return OldGradient(gradient, self.estimate, loss, known)
 
     def _follow_topology(self) -> Tensor | None:
         """Move the estimate to the weights that are active now; weights grown since the last step have none."""
@@ -212,72 +196,58 @@ class Previous(Mode):
         if older.topology is None or older.topology.updates == older.made_at:
             return None
         self.vector = older.renewed()
-        if self._estimate is not None:
-            self._estimate = self.vector.translate(older, self._estimate)
+        if self.estimate is not None:
+            self.estimate = self.vector.translate(older, self.estimate)
         return self.vector.known_to(older)
 
     def end_step(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
         """Keep the corrected gradient, unless it overflowed: a GradScaler then skips the step."""
-        self._estimate = _finite_or(new if delta is None else new + delta, self._estimate)
+        self.estimate = _finite_or(new if delta is None else new + delta, self.estimate)
         self.snapshot.take()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"estimate": self._estimate}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._estimate = state["estimate"]
 
 
 class Table(Mode):
     """SAGA: the last gradient of each fixed batch, and the mean of all of them."""
 
-    def __init__(self, snapshot: Snapshot, dtype: torch.dtype | None = None) -> None:
-        super().__init__(snapshot, dtype)
-        self._rows: dict[int, Tensor] = {}
-        self._mean: Tensor | None = None
-        self._batches = 0
-        self._known: Tensor | None = None
+    saved = ("rows", "mean", "batches", "known")
+
+    def reset(self) -> None:
+        self.rows: dict[int, Tensor] = {}
+        self.mean: Tensor | None = None
+        self.batches = 0
+        self.known: Tensor | None = None
 
     def start(self, vector: ActiveVector, batches: int | None) -> None:
         """Move the table to the weights that are active now; weights grown since the last refresh are unknown."""
         if batches is None:
             raise UserError("SAGA needs the number of batches: give refresh a loader with a length")
-        older = self.vector
-        super().start(vector, batches)
-        self._known = None
+        older, self.vector = self.vector, vector
+        self.mean = self.known = None
         if older is not None and not vector.same_parameters(older):
-            self._rows = {}  # parameters were frozen or unfrozen: fill the table again
+            self.rows = {}  # parameters were frozen or unfrozen: fill the table again
         elif older is not None and older.made_at != vector.made_at:
-            self._rows = {i: vector.translate(older, row) for i, row in self._rows.items()}
-            self._known = vector.known_to(older)
-        self._batches = batches
-        self._mean = None
-        if self._rows.keys() >= set(range(batches)):
-            self._mean = torch.zeros_like(self._rows[0], dtype=vector.dtype)
+            self.rows = {i: vector.translate(older, row) for i, row in self.rows.items()}
+            self.known = vector.known_to(older)
+        self.batches = batches
+        if self.rows.keys() >= set(range(batches)):
+            self.mean = torch.zeros_like(self.rows[0], dtype=vector.dtype)
             for i in range(batches):
-                self._mean += self._rows[i] / batches
+                self.mean += self.rows[i] / batches
 
     def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
-        if index is None or not 0 <= index < self._batches:
-            raise UserError(f"index={index} must be that of the batch, from 0 to {self._batches - 1}, with SAGA")
-        if self._mean is None:
+        if index is None or not 0 <= index < self.batches:
+            raise UserError(f"index={index} must be that of the batch, from 0 to {self.batches - 1}, with SAGA")
+        if self.mean is None:
             return None
-        return OldGradient(self._rows[index].to(self._mean.dtype), self._mean, known=self._known)
+        return OldGradient(self.rows[index].to(self.mean.dtype), self.mean, known=self.known)
 
     def end_step(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
         assert index is not None
-        row = _finite_or(new, self._rows.get(index)).to(self.dtype)  # an overflow would never leave the mean
-        if self._mean is not None:
+        row = _finite_or(new, self.rows.get(index)).to(self.dtype)  # an overflow would never leave the mean
+        if self.mean is not None:
             # The difference of stored rows keeps the mean equal to that of the table.
-            self._mean = self._mean + (row.to(new.dtype) - self._rows[index].to(new.dtype)) / self._batches
-        self._rows[index] = row
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": self._rows, "mean": self._mean, "batches": self._batches, "known": self._known}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rows, self._mean = dict(state["rows"]), state["mean"]
-        self._batches, self._known = state["batches"], state["known"]
+            self.mean = self.mean + (row.to(new.dtype) - self.rows[index].to(new.dtype)) / self.batches
+        self.rows[index] = row
 
 
 def _finite_or(new: Tensor, old: Tensor | None) -> Tensor:

@@ -44,10 +44,9 @@ class Runner:
 
     def old_loss(self, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """Run forward at the snapshot."""
-        with self.snapshot.at():
-            loss = self.gradients.loss(loss_fn, self.model, batch, at_snapshot=True)
         self.passes["forward"] += 1
-        return loss
+        with self.snapshot.at():
+            return self.gradients.loss(loss_fn, self.model, batch, at_snapshot=True)
 
     def gradient(self, loss_fn: LossFunction, batch: Batch, vector: ActiveVector) -> tuple[Tensor, Tensor]:
         """Return loss and gradient at the live weights; accumulated gradients are not changed."""
@@ -61,20 +60,17 @@ class Runner:
     def _differentiate(
         self, loss_fn: LossFunction, batch: Batch, vector: ActiveVector, at_snapshot: bool
     ) -> tuple[Tensor, Tensor]:
-        found = self.gradients.differentiate(loss_fn, self.model, batch, vector, at_snapshot)
-        self.count()
-        return found
+        self._count()
+        return self.gradients.differentiate(loss_fn, self.model, batch, vector, at_snapshot)
 
     def backward(self, loss_fn: LossFunction, batch: Batch, scale: float) -> Tensor:
         """Add the gradient at the live weights to the accumulated ones; return the loss."""
-        loss = self.gradients.backward(loss_fn, self.model, batch, scale, self.topology)
-        self.count()
-        return loss
+        self._count()
+        return self.gradients.backward(loss_fn, self.model, batch, scale, self.topology)
 
-    def count(self, passes: int = 1) -> None:
-        """Count forward and backward passes."""
+    def _count(self) -> None:
         for kind in self.passes:
-            self.passes[kind] += passes
+            self.passes[kind] += 1
 
     def all_reduce_mean(self, *others: Tensor) -> list[Tensor]:
         """Average the accumulated gradients over the processes, and return the means of `others`."""
