@@ -67,13 +67,13 @@ def test_every_arm_and_seed_has_a_result_like_its_run(tmp_path: Path) -> None:
     assert len(lines) == 4
     assert all(line.startswith("little, ") and " s" in line and "%" in line for line in lines)
     asked = json.loads((tmp_path / "results/little/study.json").read_text())
-    assert (asked["version"], asked["name"], asked["arms"]) == (1, "little", ARMS)
+    assert (asked["version"], asked["name"], asked["arms"]) == (2, "little", ARMS)
     paths = sorted((tmp_path / "results/little").glob("*-seed*.json"))
     assert len(paths) == 4
     for path in paths:
         value = json.loads(path.read_text())
         folder = RunFolder.open(tmp_path / "runs/little" / path.stem)
-        assert (value["version"], value["study"], value["finished"]) == (1, "little", True)
+        assert (value["version"], value["study"], value["finished"]) == (2, "little", True)
         assert (value["arm"], value["seed"]) in {(arm, seed) for arm in ARMS for seed in (0, 1)}
         assert value["recipe"]["seed"] == value["seed"]
         assert value["recipe"].get("correction") == ARMS[value["arm"]].get("correction")
@@ -201,7 +201,7 @@ def test_where_the_data_lies_is_no_part_of_a_result(tmp_path: Path) -> None:
     assert (sound, lines) == (True, ["little: 0 of 2 to run"])
 
 
-def test_a_chosen_way_of_correction_is_the_recipe_that_left_it_open(tmp_path: Path) -> None:
+def test_a_chosen_mode_of_correction_is_the_recipe_that_left_it_open(tmp_path: Path) -> None:
     source = write_study(tmp_path, {"AGENT": {"correction": "agent"}}, seeds=[0])
     assert run(source, tmp_path)[0]
     value = json.loads((tmp_path / "results/little/agent-seed0.json").read_text())
@@ -242,10 +242,10 @@ def test_robust_and_measured_are_those_of_the_final_weights(tmp_path: Path) -> N
     source = write_study(tmp_path, {"SGD": {}}, **changes)
     assert run(source, tmp_path)[0]
     value = json.loads((tmp_path / "results/little/sgd-seed0.json").read_text())
-    for way, score in value["robust"].items():
-        assert score["clean"] == pytest.approx(value["result"]["test"][way]["accuracy"], abs=1e-6)
+    for name, score in value["robust"].items():
+        assert score["clean"] == pytest.approx(value["result"]["test"][name]["accuracy"], abs=1e-6)
         assert 0 <= score["robust"] <= score["clean"]
-        assert score["images"] == value["result"]["test"][way]["images"]
+        assert score["images"] == value["result"]["test"][name]["images"]
     along = value["measured"].pop("along")
     assert [line["epoch"] for line in along] == [1, 2]
     again = measure_trainer(_open(tmp_path / "runs/little/sgd-seed0"))

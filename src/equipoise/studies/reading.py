@@ -112,8 +112,8 @@ def _differences(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> list[st
 def _asked(part: Any) -> Any:
     """A part of a recipe without what memory chose: whether old gradients are computed again or replayed."""
     options = {"name": part} if isinstance(part, str) else part
-    chosen = isinstance(options, dict) and options.get("score") in ("recompute", "replay")
-    return {key: value for key, value in options.items() if key != "score"} if chosen else options
+    chosen = isinstance(options, dict) and options.get("mode") in ("recompute", "replay")
+    return {key: value for key, value in options.items() if key != "mode"} if chosen else options
 
 
 def _read_run(folder: Path, problems: list[str]) -> Study:
@@ -122,14 +122,13 @@ def _read_run(folder: Path, problems: list[str]) -> Study:
     with naming(folder / "recipe.yaml", problems):
         recipe = RunFolder(folder).recipe()
     name = folder.resolve().name
-    file = folder / "result.json"
-    end: Mapping[str, Any] = {}
-    if file.is_file():
-        with naming(file, problems):
-            end = read_json(file)
-    else:
+    end: Mapping[str, Any] | None = {}
+    with naming(folder, problems):
+        end = RunFolder(folder).result()
+    if end is None:
         problems.append(f"{folder}: not finished: it is shown as far as it is")
     epochs = _epochs(_numbered_lines(folder / "metrics.jsonl"), folder / "metrics.jsonl", problems)
+    end = end or {}
     result = Result(
         arm=name,
         seed=_count(recipe.get("seed"), least=0) or 0,
@@ -354,7 +353,7 @@ def numbers(value: Any) -> dict[str, float]:
 
 def _accuracies(value: Any) -> dict[str, float]:
     """Accuracy by score, of scores as they are written: {score: {accuracy, loss}}."""
-    pairs = {score: number(as_mapping(score).get("accuracy")) for score, score in as_mapping(value).items()}
+    pairs = {score: number(as_mapping(found).get("accuracy")) for score, found in as_mapping(value).items()}
     return {score: accuracy for score, accuracy in pairs.items() if accuracy is not None}
 
 

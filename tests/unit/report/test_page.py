@@ -213,7 +213,7 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(results: Path) -> N
 def hostile_study(folder: Path) -> Path:
     """Every name and text of a study is an attack."""
     asked = {
-        "version": 1,
+        "version": 2,
         "name": HOSTILE,
         "title": HOSTILE,
         "about": HOSTILE,

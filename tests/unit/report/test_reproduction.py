@@ -32,7 +32,7 @@ def put(
         for epoch, accuracy in accuracies.items()
     ]
     environment = {"device": "cpu", "torch": "2", "date": "2026-01-02", "commit": commit}
-    value = {"version": 1, "study": "mvr", "arm": arm, "seed": seed, "finished": True, "epochs": epochs, **more}
+    value = {"version": 2, "study": "mvr", "arm": arm, "seed": seed, "finished": True, "epochs": epochs, **more}
     write_result(result_file(results / "mvr", arm, seed), {**value, "environment": environment})
 
 

@@ -83,7 +83,7 @@ def test_the_fair_arms_stand_beside_the_claim() -> None:
 
 @pytest.mark.parametrize("name", packaged_studies())
 def test_a_correction_of_attacked_steps_says_where_its_full_gradient_comes_from(name: str) -> None:
-    """Left open, the cheapest score is taken, which has no full gradient; the paper's is of clean images."""
+    """Left open, the cheapest mode is taken, which has no full gradient; the paper's is of clean images."""
     for arm in packaged(name).arms:
         raw = packaged(name).raw(arm, 0)
         recipe = make_recipe(raw)
@@ -161,7 +161,7 @@ def test_overrides_are_laid_over_in_order(tmp_path: Path) -> None:
 def test_what_was_asked_is_plain_json_values(tmp_path: Path) -> None:
     claim = {"says": "s", "better": "a", "than": "b", "at": 2}
     asked = read_study(write(tmp_path, own(claims=[claim], seeds=[3]))).asked()
-    assert asked["version"] == 1
+    assert asked["version"] == 2
     assert asked["name"] == "own"
     assert asked["arms"] == own()["arms"]
     assert {key: asked["claims"][0][key] for key in claim} == claim
@@ -196,7 +196,7 @@ REFUSED = {
     "arms that share files": (own(arms={"A b": {}, "a-b": {}}), "would share their files"),
     "claim about no arm": (own(claims=[{**CLAIM, "than": "c"}]), 'no arm is called "c"'),
     "unknown key of a claim": (own(claims=[{**CLAIM, "then": "b"}]), 'no option is called "then"'),
-    "unknown score": (own(claims=[{**CLAIM, "score": "planed"}]), "no score of scoring"),
+    "unknown score": (own(claims=[{**CLAIM, "score": "planed"}]), "no score is called"),
     "no epoch 0": (own(claims=[{**CLAIM, "at": 0}]), "epochs count from 1"),
     "epoch of an end": (own(claims=[{**CLAIM, "metric": "test", "at": 1}]), "accuracy, mean-accuracy, stability"),
     "epoch beyond the end": (own(claims=[{**CLAIM, "at": 3}]), "a claim is about epoch 3, and it has 2"),
@@ -267,8 +267,8 @@ def test_which_recipes_stand_for_one_another(change: dict[str, Any], same: bool)
     assert same_recipe(asked, {**asked, **change}) is same
 
 
-def test_a_way_that_was_asked_for_counts() -> None:
-    asked, found = (tiny(correction={"name": "agent", "score": score}) for score in ("replay", "running"))
+def test_a_mode_that_was_asked_for_counts() -> None:
+    asked, found = (tiny(correction={"name": "agent", "mode": mode}) for mode in ("replay", "running"))
     assert not same_recipe(asked, found)
     assert not same_recipe(asked, tiny(correction="agent"))
     assert not same_recipe(tiny(storage="masked"), tiny(storage="packed"))

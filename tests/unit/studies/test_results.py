@@ -100,11 +100,11 @@ def test_results_that_cannot_be_meant_are_named(tmp_path: Path) -> None:
     other = [{**e, "split": "validation"} for e in sound["epochs"]]
     write_result(result_file(folder, "SGD", 1), {**sound, "seed": 1, "epochs": other})
     assert any("of test and validation images stand beside" in line for line in read_results(folder).problems)
-    (folder / "study.json").write_text('{"version": 2}')
+    (folder / "study.json").write_text('{"version": 3}')
     assert [result.seed for result in read_results(folder).studies[0].results["SGD"]] == [0, 1]
 
 
-def test_seeds_may_have_run_elsewhere_and_in_a_way_of_the_same_estimate(tmp_path: Path) -> None:
+def test_seeds_may_have_run_elsewhere_and_in_a_mode_of_the_same_estimate(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "s", ["AGENT"])
     changes: list[dict[str, Any]] = [
         {"correction": "agent"},
@@ -158,9 +158,9 @@ WRONG = {
     "half": (lambda value: json.dumps(value)[:200], "perhaps written by half"),
     "empty": (lambda value: "", "perhaps written by half"),
     "list": (lambda value: "[1]", "not a JSON object"),
-    "nan": (lambda value: '{"version": 1, "seed": NaN}', "perhaps written by half"),
+    "nan": (lambda value: '{"version": 2, "seed": NaN}', "perhaps written by half"),
     "deep": (lambda value: "[" * 100_000, "perhaps written by half"),
-    "version": (lambda value: json.dumps(value | {"version": 2}), "version 2, where 1 can be read"),
+    "version": (lambda value: json.dumps(value | {"version": 3}), "version 3, where 2 can be read"),
     "unfinished": (lambda value: json.dumps(value | {"finished": False}), "it is not finished"),
     "seed": (lambda value: json.dumps(value | {"seed": "0"}), "which arm and seed"),
     "study": (lambda value: json.dumps(value | {"study": "t"}), "it is of another study, t"),
@@ -258,11 +258,11 @@ def test_a_run_is_a_study_of_one_arm(tmp_path: Path) -> None:
     ],
 )
 def test_seconds_that_cannot_be_compared_are_left_out(
-    tmp_path: Path, environment: dict[str, object], start_up: float | None, kept: bool
+    tmp_path: Path, environment: dict[str, object], startup_seconds: float | None, kept: bool
 ) -> None:
     value = {**result_json(), "environment": environment}
     for entry in value["epochs"]:
-        entry |= {} if start_up is None else {"startup_seconds": start_up}
+        entry |= {} if startup_seconds is None else {"startup_seconds": startup_seconds}
     write_study(tmp_path / "s", arms=["SGD"])
     write_result(result_file(tmp_path / "s", "SGD", 0), value)
     (study,) = read_results(tmp_path).studies
@@ -303,9 +303,9 @@ def test_whatever_stands_in_a_file_the_page_is_made(tmp_path: Path, data: st.Dat
     name = data.draw(st.sampled_from(["study.json", "agent-seed1.json"]))
     sound = (folder / name).read_text()
     value = {"root": json.loads(sound)}
-    *score, last = data.draw(st.sampled_from([p for p in places(value) if p]))
+    *path, last = data.draw(st.sampled_from([p for p in places(value) if p]))
     part = broken = copy.deepcopy(value)
-    for key in score:
+    for key in path:
         part = part[key]  # type: ignore[index]
     part[last] = data.draw(JSON)  # type: ignore[index]
     try:
