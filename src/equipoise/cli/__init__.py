@@ -192,8 +192,8 @@ def study(
     ] = None,
     launcher: Annotated[str, typer.Option(help="local processes, or tasks of a ray cluster.")] = "local",
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster; one on this machine by default.")] = None,
-    beside: Annotated[
-        int, typer.Option(min=0, help="Runs of others on the same device; a result says so beside its seconds.")
+    other_jobs: Annotated[
+        int, typer.Option(min=0, help="Number of other jobs sharing the device; recorded next to the timings.")
     ] = 0,
 ) -> None:
     """Run what is missing of a study: arms x seeds, one result file each."""
@@ -202,14 +202,14 @@ def study(
 
     options = [
         *[("--results", str(results), "results"), ("--work", str(work), "runs"), ("--data", str(data or ""), "")],
-        *[("--jobs", str(jobs), "1"), ("--seeds", seeds, ""), ("--beside", str(beside), "0")],
+        *[("--jobs", str(jobs), "1"), ("--seeds", seeds, ""), ("--other-jobs", str(other_jobs), "0")],
         *[("--launcher", launcher, "local"), ("--address", address or "", "")],
         *[("--only", arm, "") for arm in only or []],
     ]
     words = [word for name, value, usual in options if value != usual for word in (name, value)]
     with stoppable(shlex.join(["equipoise", "study", *([file] if file else []), *words])):
         chosen = (only or [], seeds, list_only, reproduction)
-        sound = study_command(file, results, work, data, jobs, *chosen, console, launcher, address, beside)
+        sound = study_command(file, results, work, data, jobs, *chosen, console, launcher, address, other_jobs)
     if not sound:
         raise typer.Exit(1)
 
@@ -226,7 +226,7 @@ def export(
 ) -> None:
     """Write a run's network to a small file that `equipoise.load` runs with the sparse kernels."""
     from equipoise.deploy import export as deploy
-    from equipoise.display.deploy_tables import size
+    from equipoise.deploy.benchmark_table import size
     from equipoise.training.network import network_of
 
     deploy.check_request(out, format_, values, weights, force)
@@ -244,7 +244,7 @@ def bench(
 ) -> None:
     """Size and speed of an exported file beside dense PyTorch and onnxruntime."""
     from equipoise.deploy import benchmark as deploy
-    from equipoise.display.deploy_tables import report_lines
+    from equipoise.deploy.benchmark_table import report_lines
 
     for line in report_lines(deploy.bench(file, repeats, threads)):
         console.print(line)

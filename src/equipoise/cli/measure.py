@@ -13,8 +13,8 @@ from rich.console import Console
 from torch import Tensor
 
 from equipoise.analysis.descent import trajectories
+from equipoise.analysis.descent_figure import draw_descent
 from equipoise.analysis.theory import Setting
-from equipoise.display.descent_figure import draw_descent
 from equipoise.display.measure_tables import (
     along_table,
     cost_line,

@@ -19,8 +19,7 @@ from equipoise.deploy.fold import fold
 from equipoise.deploy.packed_file import write_packed
 from equipoise.errors import UserError
 from equipoise.files import written_whole
-
-WAYS = ("plain", "bn_recalibrated", "ema")
+from equipoise.scores import SCORES
 
 
 def write_onnx(network: Network, path: Path) -> None:
@@ -74,5 +73,5 @@ def check_request(
 
 
 def check_weights(weights: str) -> None:
-    if weights not in WAYS:
-        raise UserError(f'no weights are called "{weights}"; there is {", ".join(WAYS)}')
+    if weights not in SCORES:
+        raise UserError(f'no weights are called "{weights}"; there is {", ".join(SCORES)}')

@@ -14,7 +14,7 @@ from equipoise import cli
 from equipoise.deploy import benchmark as benching
 from equipoise.deploy import onnx_model, write_packed
 from equipoise.deploy.benchmark import bench, interleaved, using_threads
-from equipoise.display.deploy_tables import report_lines, size
+from equipoise.deploy.benchmark_table import report_lines, size
 
 
 @pytest.fixture(scope="module")
