@@ -59,7 +59,7 @@ def result(old: dict[str, Any]) -> dict[str, Any]:
 
 
 def claim(old: dict[str, Any]) -> dict[str, Any]:
-    new = renamed(old, {"way": "score"})
+    new = renamed(old, {"way": "score", "what": "metric"})
     return {**new, "score": SCORES.get(new["score"], new["score"])}
 
 

@@ -20,7 +20,7 @@ from equipoise.cli import _open
 from equipoise.errors import UserError
 from equipoise.studies import runner
 from equipoise.studies.design import read_study
-from equipoise.studies.launch import Failure, here, processes, together
+from equipoise.studies.launch import Failure, here, jobs_on_device, processes
 from equipoise.studies.reading import read_results
 from equipoise.studies.record import record
 from equipoise.studies.runner import Job, jobs_of, run_job, run_study, state
@@ -188,7 +188,7 @@ def test_a_damaged_result_is_named(tmp_path: Path) -> None:
     (tmp_path / "results/little/sgd-seed0.json").write_text('{"arm": ')
     sound, lines = run(source, tmp_path, seeds=[0])
     assert not sound
-    assert "is damaged" in lines[0]
+    assert "it is damaged" in lines[0]
     assert any(line.startswith("little, A + B, seed 0: plain") for line in lines)
 
 
@@ -264,7 +264,7 @@ def test_results_that_were_judged_otherwise_are_not_pooled(tmp_path: Path, chang
     assert run(write_study(tmp_path, {"SGD": {}}, **asked), tmp_path) == (True, ["little: 0 of 1 to run"])
     sound, lines = run(write_study(tmp_path, {"SGD": {}}, **asked | change), tmp_path)
     assert not sound
-    assert "was attacked or measured otherwise; remove it" in lines[0]
+    assert "was attacked or measured differently; remove it" in lines[0]
     (tmp_path / "results/little/sgd-seed0.json").unlink()  # only the judging is done again
     assert run(write_study(tmp_path, {"SGD": {}}, **asked | change), tmp_path)[0]
 
@@ -308,7 +308,7 @@ def test_states(tmp_path: Path) -> None:
     [
         (["--only", "SDG"], 'no arm is called "SDG"; did you mean "SGD"?'),
         (["--seeds", "0,x"], '"x" is not a seed'),
-        (["--seeds", "7"], "has no seed 7; there is 0, 1"),
+        (["--seeds", "7"], "has no seed 7; choose from 0, 1"),
         (["--jobs", "0"], "greater than or equal to 1"),
     ],
 )
@@ -361,7 +361,7 @@ def test_processes_share_the_gpus_and_outlive_a_death(monkeypatch: pytest.Monkey
 
 
 def neighbours(_: int) -> int:
-    return together()
+    return jobs_on_device()
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [("3,5", 2), ("", 3)])
@@ -369,12 +369,12 @@ def test_a_job_knows_how_many_share_its_device(gpus: str, expected: int, monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     assert dict(processes(3)(neighbours, [0, 1, 2])) == dict.fromkeys(range(3), expected)
     assert dict(processes(3)(neighbours, [0])) == {0: 1}
-    assert together() == 1
+    assert jobs_on_device() == 1
 
 
 def test_a_result_says_that_others_ran_beside_it(tmp_path: Path) -> None:
     design = read_study(write_study(tmp_path))
-    jobs = jobs_of(design, tmp_path / "results", tmp_path / "runs", seeds=[0], beside=1)
+    jobs = jobs_of(design, tmp_path / "results", tmp_path / "runs", seeds=[0], other_jobs=1)
     assert run_study(design, jobs, tmp_path / "results", here, lambda line: None)
     assert {value["environment"]["jobs_on_device"] for value in results_of(tmp_path).values()} == {2}
 
@@ -452,7 +452,7 @@ def alive(process: int) -> bool:
 
 def test_no_jobs_need_no_process() -> None:
     assert list(processes(2)(see, [])) == []
-    with pytest.raises(UserError, match="at least one"):
+    with pytest.raises(UserError, match="at least 1"):
         processes(0)
 
 

@@ -29,7 +29,7 @@ def study_command(
     console: Console,
     launcher: str = "local",
     address: str | None = None,
-    beside: int = 0,
+    other_jobs: int = 0,
 ) -> bool:
     """Run, list, or write the page; whether all went well."""
     if launcher not in ("local", "ray"):
@@ -48,7 +48,7 @@ def study_command(
             console.print(f"{name:<28}{read_design(name).title}")
         return True
     design = read_study(file)
-    chosen = jobs_of(design, results, work, list(dict.fromkeys(only)), parse_seeds(seeds), data, beside)
+    chosen = jobs_of(design, results, work, list(dict.fromkeys(only)), parse_seeds(seeds), data, other_jobs)
     if list_only:
         for job in chosen:
             console.print(f"{job}: {state(job)}")

@@ -15,7 +15,7 @@ from equipoise.cli import main
 from equipoise.report import make_page, write_report
 from equipoise.report.charts import charts_of
 from equipoise.report.markup import Markup, embedded_json, raw, tag
-from equipoise.report.words import chance, gain_of, number, value_of
+from equipoise.report.words import gain_of, number, p_value, value_of
 from equipoise.studies.compare import Spread
 from equipoise.studies.reading import read_results
 from equipoise.studies.results import Reading, result_file, write_result
@@ -76,7 +76,7 @@ def test_verdicts_come_first_and_need_no_script(results: Path) -> None:
     assert any("+2.00 points" in words for words in page.all("p"))
     cells = page.all("td")
     assert "62.05 ± 0.07" in cells  # AGENT at the end, at equal epochs
-    assert "35.00 %" in cells  # the paper's number, beside
+    assert "35.00 %" in cells  # the paper's number
     assert "32.05 ± 0.07 %" in cells
     assert "−2.95 points" in cells
 
@@ -90,7 +90,7 @@ def test_where_there_is_nothing_to_report_no_page_is_written(
         (tmp_path / "damaged" / name / "recipe.yaml").write_text("epochs: 3")
     for folder, words in (
         ("empty", "holds no results"),
-        ("damaged", "b: left out: it has no metrics.jsonl yet (3 other lines)"),
+        ("damaged", "b: left out: it has no metrics.jsonl yet (and 3 other problems)"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(["report", str(tmp_path / folder), "-o", str(tmp_path / "page.html")])
@@ -106,7 +106,10 @@ def test_a_margin_is_said_with_its_claim(tmp_path: Path) -> None:
     page = Page(page_of(tmp_path))
     assert "✓ holds" in page.all("span")
     assert any("up to 3.00 points worse counts as maintained" in words for words in page.all("p"))
-    assert any("claim 2: left out: its margin is not a number from 0 on" in line for line in page.all("li"))
+    assert any(
+        "study.json: left out: claims[1]: margin=-1.0: how much worse counts as equal, at least 0" in line
+        for line in page.all("li")
+    )
 
 
 def test_a_run_in_the_middle_of_its_schedule_is_marked_and_not_compared(tmp_path: Path) -> None:
@@ -223,7 +226,7 @@ def hostile_study(folder: Path) -> Path:
         {"says": HOSTILE, "better": HOSTILE, "than": HOSTILE},
         {"better": HOSTILE, "than": "X", "metric": HOSTILE},
     ]
-    paper = [{"arm": HOSTILE, "what": HOSTILE, "value": 1, "score": HOSTILE}]
+    paper = [{"arm": HOSTILE, "metric": HOSTILE, "value": 1, "score": HOSTILE}]
     write_result(folder / "study.json", {**asked, "claims": claims, "paper": paper})
     for seed in (0, 1):
         value = result_json(HOSTILE, seed, name=HOSTILE)
@@ -287,7 +290,10 @@ def test_the_command_names_problems_and_writes_the_page(
         main(["report", "results"])
     assert end.value.code == 0
     out = capsys.readouterr().out.splitlines()
-    assert out == ["results/s/zzz.json: left out: not JSON, perhaps written by half", "report: report.html"]
+    assert out == [
+        "results/s/zzz.json: left out: it is damaged (not JSON); remove it and run the study again",
+        "report: report.html",
+    ]
     assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
@@ -320,7 +326,7 @@ def test_markup_escapes_all_but_itself() -> None:
     assert json.loads(embedded_json({"a": HOSTILE}, "x").partition(">")[2].removesuffix("</script>")) == {
         "a": HOSTILE
     }
-    with pytest.raises(ValueError, match="ends its own"):
+    with pytest.raises(ValueError, match="contains the end tag"):
         raw("script", "'</SCRIPT>'")
 
 
@@ -335,7 +341,7 @@ def test_numbers_are_written_as_people_do() -> None:
     assert gain_of("accuracy", Spread(-0.0123, None, 1)) == "−1.23 points"
     assert gain_of("accuracy", Spread(-1e-9, None, 1)) == "0.00 points"
     assert [number(x) for x in (0, 3, 0.12345, 1234.5, 1e-9, None)] == ["0", "3", "0.123", "1234", "1.00e-09", "–"]
-    assert [chance(p) for p in (None, 1e-5, 0.0123, 0.5)] == ["–", "< 0.001", "0.012", "0.50"]
+    assert [p_value(p) for p in (1e-5, 0.0123, 0.5)] == ["< 0.001", "0.012", "0.50"]
 
 
 # A real browser

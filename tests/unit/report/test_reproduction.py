@@ -143,7 +143,7 @@ def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:
     (results / "mvr/mvr-seed1.json").write_text("{")
     told = write_page(results, tmp_path / "page.md")
     assert [line.partition(": ")[2] for line in told] == [
-        "left out: not JSON, perhaps written by half",
+        "left out: it is damaged (not JSON); remove it and run the study again",
         "left out: of another recipe",
         "left out: of another recipe",
     ]

@@ -12,8 +12,9 @@ import yaml
 from equipoise.config import parse_yaml
 from equipoise.errors import UserError
 from equipoise.report.reproduction import paper_items
-from equipoise.studies.design import Design, packaged_studies, read_study, same_recipe
+from equipoise.studies.design import Design, packaged_studies, read_study
 from equipoise.studies.metrics import MEASURED, METRICS
+from equipoise.studies.recipe_match import same_recipe
 from equipoise.studies.results import slug
 from equipoise.training.recipe import make_recipe, read_recipe
 from train_helpers import tiny
@@ -44,7 +45,7 @@ def test_every_arm_of_a_packaged_study_is_a_recipe(name: str) -> None:
     recipes = {arm: make_recipe(raw) for arm, raw in raws.items()}
     assert all(recipe.ema for recipe in recipes.values()), "averaged weights are a fair arm"
     for value in design.paper:
-        assert value.what in METRICS
+        assert value.metric in METRICS
         assert value.at is None or value.at <= recipes[value.arm].epochs
         assert 0 < value.value < 1
     for claim in design.claims:
@@ -57,7 +58,7 @@ def test_every_arm_of_a_packaged_study_is_a_recipe(name: str) -> None:
             assert design.robust
         if claim.metric in MEASURED:
             assert design.measure
-    places = [(value.arm, value.what, value.at) for value in design.paper]
+    places = [(value.arm, value.metric, value.at) for value in design.paper]
     assert len({*places}) == len(places)
     assert len({claim.says for claim in design.claims}) == len(design.claims)
 
@@ -93,7 +94,7 @@ def test_a_correction_of_attacked_steps_says_where_its_full_gradient_comes_from(
 
 def test_the_numbers_of_table_1_give_what_the_paper_says_of_them() -> None:
     """Its text: up to 11.4 % after 20 epochs, and up to 5.0 % on average over the six budgets."""
-    numbers = {(v.arm, v.at): 100 * v.value for v in packaged("table1-standard-200").paper if v.what == "accuracy"}
+    numbers = {(v.arm, v.at): 100 * v.value for v in packaged("table1-standard-200").paper if v.metric == "accuracy"}
     budgets = (20, 40, 70, 90, 140, 200)
     gains = {s: [numbers[f"AGENT {s} %", at] - numbers[f"BSR-Net {s} %", at] for at in budgets] for s in (90, 99)}
     assert max(gains[90][0], gains[99][0]) == pytest.approx(11.4)
@@ -184,40 +185,40 @@ REFUSED = {
     "no title": ({"arms": {"a": {}}}, "title is missing"),
     "empty arms": (own(arms={}), "at least one arm"),
     "no seeds": (own(seeds=[]), "at least one arm and one seed"),
-    "seed twice": (own(seeds=[0, 0]), "each once"),
-    "negative seed": (own(seeds=[-1]), "from 0 on"),
-    "seed of an arm": (own(arms={"a": {"seed": 3}}), "seeds are the study's"),
+    "seed twice": (own(seeds=[0, 0]), "distinct whole numbers"),
+    "negative seed": (own(seeds=[-1]), "at least 0"),
+    "seed of an arm": (own(arms={"a": {"seed": 3}}), "the seeds are those of the study"),
     "arm without braces": (own(arms={"a": None}), "expected keys and values"),
     "unknown option": (own(arms={"a": {"epohcs": 3}}), 'no option is called "epohcs"; did you mean "epochs"?'),
     "wrong value": (own(arms={"a": {"epochs": "many"}}), "expected a whole number"),
     "unknown part": (own(arms={"a": {"correction": "agnet"}}), 'did you mean "agent"?'),
     "unknown recipe": (own(recipe="digist"), 'did you mean "digits"?'),
-    "recipe of an arm": (own(arms={"a": {"recipe": 3}}), "recipe is a name or a file"),
+    "recipe of an arm": (own(arms={"a": {"recipe": 3}}), "expected a name or a file"),
     "arms that share files": (own(arms={"A b": {}, "a-b": {}}), "would share their files"),
     "claim about no arm": (own(claims=[{**CLAIM, "than": "c"}]), 'no arm is called "c"'),
     "unknown key of a claim": (own(claims=[{**CLAIM, "then": "b"}]), 'no option is called "then"'),
     "unknown score": (own(claims=[{**CLAIM, "score": "planed"}]), "no score is called"),
     "no epoch 0": (own(claims=[{**CLAIM, "at": 0}]), "epochs count from 1"),
     "epoch of an end": (own(claims=[{**CLAIM, "metric": "test", "at": 1}]), "accuracy, mean-accuracy, stability"),
-    "epoch beyond the end": (own(claims=[{**CLAIM, "at": 3}]), "a claim is about epoch 3, and it has 2"),
+    "epoch beyond the end": (own(claims=[{**CLAIM, "at": 3}]), "a claim is about epoch 3 of 2"),
     "no threshold": (own(claims=[{**CLAIM, "metric": "epochs-to"}]), "needs a threshold"),
-    "threshold in percent": (own(claims=[{**CLAIM, "metric": "epochs-to", "threshold": 95}]), "such as 0.7"),
+    "threshold in percent": (own(claims=[{**CLAIM, "metric": "epochs-to", "threshold": 95}]), "between 0 and 1"),
     "threshold of an accuracy": (own(claims=[{**CLAIM, "threshold": 0.5}]), "accuracy has no threshold"),
-    "window beyond the end": (own(claims=[{**CLAIM, "metric": "stability", "at": 3}]), "looks at 5 epochs"),
-    "claim about one arm": (own(claims=[{**CLAIM, "than": CLAIM["better"]}]), "beside itself"),
-    "number in percent": (own(paper=[{"arm": "a", "what": "accuracy", "value": 50.5}]), "write a share"),
-    "no attack": (own(claims=[{**CLAIM, "metric": "robust"}]), "name one"),
+    "window beyond the end": (own(claims=[{**CLAIM, "metric": "stability", "at": 3}]), "needs 5 epochs"),
+    "claim about one arm": (own(claims=[{**CLAIM, "than": CLAIM["better"]}]), "with itself"),
+    "number in percent": (own(paper=[{"arm": "a", "metric": "accuracy", "value": 50.5}]), "write a share"),
+    "no attack": (own(claims=[{**CLAIM, "metric": "robust"}]), "needs an attack"),
     "nothing measured": (own(claims=[{**CLAIM, "metric": "variance"}]), "measure: true"),
-    "budget twice": (own(budgets=[5, 5]), "each once"),
-    "no budget": (own(budgets=[0]), "from 1 on"),
+    "budget twice": (own(budgets=[5, 5]), "distinct numbers"),
+    "no budget": (own(budgets=[0]), "at least 1"),
     "unknown metric": (own(claims=[{**CLAIM, "metric": "acuracy"}]), 'did you mean "accuracy"?'),
-    "unknown number": (own(paper=[{"arm": "a", "what": "beauty", "value": 1}]), 'no metric is called "beauty"'),
-    "negative margin": (own(claims=[{**CLAIM, "margin": -0.1}]), "from 0 on"),
-    "number of no arm": (own(paper=[{"arm": "x", "what": "accuracy", "value": 1}]), 'no arm is called "x"'),
+    "unknown number": (own(paper=[{"arm": "a", "metric": "beauty", "value": 1}]), 'no metric is called "beauty"'),
+    "negative margin": (own(claims=[{**CLAIM, "margin": -0.1}]), "at least 0"),
+    "number of no arm": (own(paper=[{"arm": "x", "metric": "accuracy", "value": 1}]), 'no arm is called "x"'),
     "unknown attack": (own(robust="pgd11"), 'no attack is called "pgd11"'),
     "measured along without measuring": (own(measure_every=2), "measure: true"),
-    "named": (own(name="x"), "called as its file is"),
-    "a list": ("[1, 2]", "a study is keys and values"),
+    "named": (own(name="x"), "that of its file"),
+    "a list": ("[1, 2]", "expected keys and values"),
     "no YAML": ("{a: [}", "not valid YAML"),
 }
 

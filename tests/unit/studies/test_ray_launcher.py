@@ -14,7 +14,7 @@ from test_study_runner import results_of, run, write_study
 
 from equipoise.cli.study import resources, study_command
 from equipoise.errors import UserError
-from equipoise.studies.design import read_study
+from equipoise.studies.design import Design, read_study
 from equipoise.studies.launch import Failure
 from equipoise.studies.ray_launcher import on_ray
 from equipoise.studies.runner import Job, jobs_of, run_study
@@ -117,7 +117,7 @@ def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_job_asks_for_what_its_recipe_needs(changes: dict[str, Any], has_gpus: bool, asked: Any) -> None:
-    job = Job("s", "a", 0, tiny(**changes), Path("f"), Path("r"))
+    job = Job(Design(name="s", title="S", arms={"a": {}}), "a", 0, tiny(**changes), Path("f"), Path("r"))
     assert tuple(resources(job, has_gpus).values()) == asked
 
 

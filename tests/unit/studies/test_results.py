@@ -16,9 +16,9 @@ from equipoise.errors import UserError
 from equipoise.report import make_page
 from equipoise.studies.metrics import MEASURED, METRICS
 from equipoise.studies.reading import read_results
-from equipoise.studies.results import result_file, slug, write_result
+from equipoise.studies.results import Question, result_file, slug, write_result
 from equipoise.training.run_folder import RunFolder
-from study_helpers import line, result_json, write_study
+from study_helpers import CLAIM, line, result_json, write_study
 
 # Writing
 
@@ -99,7 +99,9 @@ def test_results_that_cannot_be_meant_are_named(tmp_path: Path) -> None:
         assert any(text in line for line in reading.problems), text
     other = [{**e, "split": "validation"} for e in sound["epochs"]]
     write_result(result_file(folder, "SGD", 1), {**sound, "seed": 1, "epochs": other})
-    assert any("of test and validation images stand beside" in line for line in read_results(folder).problems)
+    assert any(
+        "the accuracies are of test and of validation images" in line for line in read_results(folder).problems
+    )
     (folder / "study.json").write_text('{"version": 3}')
     assert [result.seed for result in read_results(folder).studies[0].results["SGD"]] == [0, 1]
 
@@ -139,7 +141,7 @@ def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert agent.robust["plain"]["robust"] == 0.3
     assert agent.test == {"plain": 0.6}
     assert agent.measured["variance"] == 2.0
-    found = {name: METRICS[name](agent, None, "plain", None) for name in MEASURED}
+    found = {name: METRICS[name](agent, Question(metric=name)) for name in MEASURED}
     assert found == {
         "variance": 2.0,
         "correlation": 0.7,
@@ -155,18 +157,21 @@ def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "half": (lambda value: json.dumps(value)[:200], "perhaps written by half"),
-    "empty": (lambda value: "", "perhaps written by half"),
-    "list": (lambda value: "[1]", "not a JSON object"),
-    "nan": (lambda value: '{"version": 2, "seed": NaN}', "perhaps written by half"),
-    "deep": (lambda value: "[" * 100_000, "perhaps written by half"),
-    "version": (lambda value: json.dumps(value | {"version": 3}), "version 3, where 2 can be read"),
+    "half": (lambda value: json.dumps(value)[:200], "it is damaged (not JSON)"),
+    "empty": (lambda value: "", "it is damaged (not JSON)"),
+    "list": (lambda value: "[1]", "it is damaged (not a JSON object)"),
+    "nan": (lambda value: '{"version": 2, "seed": NaN}', "it is damaged (not JSON)"),
+    "deep": (lambda value: "[" * 100_000, "it is damaged (not JSON)"),
+    "version": (
+        lambda value: json.dumps(value | {"version": 3}),
+        "it is of version 3; this equipoise reads version 2",
+    ),
     "unfinished": (lambda value: json.dumps(value | {"finished": False}), "it is not finished"),
-    "seed": (lambda value: json.dumps(value | {"seed": "0"}), "which arm and seed"),
+    "seed": (lambda value: json.dumps(value | {"seed": "zero"}), "seed='zero': expected a whole number"),
     "study": (lambda value: json.dumps(value | {"study": "t"}), "it is of another study, t"),
-    "epochs": (lambda value: json.dumps(value | {"epochs": None}), "it has no epochs"),
+    "epochs": (lambda value: json.dumps(value | {"epochs": None}), "it has no finished epoch"),
     "none": (lambda value: json.dumps(value | {"epochs": []}), "it has no finished epoch"),
-    "twice": (lambda value: json.dumps(value | {"seed": 0}), "seed 0 of SGD has been read from another file"),
+    "twice": (lambda value: json.dumps(value | {"seed": 0}), "another file holds seed 0 of SGD"),
 }
 
 
@@ -188,7 +193,7 @@ def test_binary_rubbish_and_missing_arms_are_named(tmp_path: Path) -> None:
     write_result(folder / "study.json", asked | {"arms": {"SGD": {}, "AGENT": {}, "SAGA": {}}})
     (folder / "zzz.json").write_bytes(b"\xff\xfe\x00")
     assert [p.replace(str(folder), "s") for p in read_results(folder).problems] == [
-        "s/zzz.json: left out: not JSON, perhaps written by half",
+        "s/zzz.json: left out: it is damaged (not JSON); remove it and run the study again",
         "s: no finished seed of SAGA",
     ]
 
@@ -209,15 +214,15 @@ def test_an_epoch_of_wrong_types_is_left_out_alone(tmp_path: Path) -> None:
 
 
 def test_bad_claims_are_named_and_results_without_a_study_are_shown(tmp_path: Path) -> None:
-    claims = [{"better": "AGENT"}, "AGENT", {"better": "AGENT", "than": "SGD", "at": "end"}]
+    claims = [{"better": "AGENT"}, "AGENT", {**CLAIM, "at": "end"}]
     folder = write_study(tmp_path / "s", claims=claims, paper={"a": 1})
     reading = read_results(folder)
     ends = [problem.rpartition("study.json: ")[2] for problem in reading.problems]
     assert ends == [
-        "claim 1: left out: `than` is missing",
-        "claim 2: left out: `better` is missing",
-        "claim 3: left out: `at` is not an epoch",
-        "paper: left out: not a list",
+        "left out: claims[0]: says is missing",
+        "left out: claims[1]: expected keys and values, got 'AGENT'",
+        "left out: claims[2].at='end': expected a whole number",
+        "left out: paper: expected a list, got {'a': 1}",
     ]
     (folder / "study.json").unlink()
     reading = read_results(folder)
@@ -233,7 +238,7 @@ def test_a_run_is_a_study_of_one_arm(tmp_path: Path) -> None:
         file.write('{"epoch": 3, "sco')
     reading = read_results(tmp_path / "run")
     assert [problem.replace(str(tmp_path), "") for problem in reading.problems] == [
-        "/run: not finished: it is shown as far as it is",
+        "/run: the run is not finished; its epochs so far are shown",
         "/run/metrics.jsonl: 1 of 3 epochs left out, not as a run writes them: 3",
     ]
     ((found,),) = reading.studies[0].results.values()
