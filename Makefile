@@ -1,4 +1,4 @@
-# Everything runs in .venv, which each target makes when it is missing or when what it needs has changed.
+# Everything runs in .venv, which each target creates, and updates when pyproject.toml or constraints.txt change.
 PYTHON ?= python3
 BIN := .venv/bin
 export MPLBACKEND := Agg
@@ -16,6 +16,7 @@ demo: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
@@ -28,16 +29,17 @@ types: .venv/installed
 test: .venv/installed lint types
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
+# Also the slow tests; hypothesis draws new examples in every run.
 test-all: .venv/installed lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not gpu' --hypothesis-profile random
 
-# Also without .venv, where torch and the rest are already installed: make test-gpu BIN=/usr/bin
+# Without .venv: torch and the other packages must be installed for $(PYTHON).
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
-# Half an hour: kills, damaged files and wrong input at length; writes docs/reliability.md.
+# Half an hour: kills, damaged files and wrong input at length. Writes docs/reliability.md.
 test-faults: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/helpers/faults.py --page docs/reliability.md
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers:tests/faults $(BIN)/python -m harness --page docs/reliability.md
 
 bench: .venv/installed
 	$(BIN)/python bench/topology.py

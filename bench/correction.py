@@ -1,14 +1,14 @@
-"""What gradient correction costs in time and memory beside plain SGD, and how much variance it leaves.
+"""Time and memory of gradient correction compared with plain SGD, and the variance it leaves.
 
     python bench/correction.py [--rounds 5] [--batches 4] [--threads 2]
 
-ResNet-18 of width 16 at 90 % (SET), images of CIFAR's size, batch 128, CPU. Whole epochs are timed in turn, round
-after round, so that a machine that slows down slows all of them; medians are compared. Limits: `recompute` 3.3 times
-SGD, `replay` and `running` 2.1, `running` on a quarter of the steps 1.35; combining gradients 3 % of a step.
+ResNet-18 of width 16 at 90 % (SET), images of 32x32 pixels, batch 128, CPU. The arms take turns, one epoch each, so
+that a machine that slows down slows all of them; medians are compared. Limits: `recompute` 3.3 times SGD, `replay`
+and `running` 2.1, `running` on a quarter of the steps 1.35; combining gradients 3 % of a step.
 
-Combining is timed by itself: steps whose loss is so cheap that next to nothing but our own work is left. Memory is
-what torch allocates at the peak, on images so small that activations do not hide it. Variance is enumerated over all
-batches at the same weights, and beside it stands the bigger batch that the same passes would have paid for.
+Combining is timed with a loss that costs almost nothing, so that the time is that of the correction itself. Memory is
+the peak of torch's allocations, on images so small that activations do not hide it. Variance is computed over all
+batches at the same weights, next to that of a larger batch of the same cost.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from equipoise.correction import SGD, SVRG, Agent, Correction, Estimator
+from equipoise.correction import SGD, SVRG, Agent, Correction, Estimator, Gradient
 from equipoise.models import resnet18
 from equipoise.topology import SET
 
 Batch = tuple[Tensor, Tensor]
 
 BATCH = 128
-ARMS: dict[str, tuple[Estimator, float]] = {  # with the most that an epoch may cost
+ARMS: dict[str, tuple[Estimator, float]] = {  # with the limit of the time of an epoch
     "SGD": (SGD(), 1.0),
     "recompute": (Agent(), 3.3),
     "replay": (Agent(mode="replay", coefficient="gradient"), 2.1),
@@ -57,7 +57,7 @@ def random_batches(count: int, size: int, pixels: int = 32) -> list[Batch]:
 
 
 class Arm:
-    """A model of its own with its correction."""
+    """A model and its correction."""
 
     def __init__(self, estimator: Estimator) -> None:
         torch.manual_seed(0)
@@ -76,14 +76,14 @@ class Arm:
 
 
 def processor_seconds(task: Callable[[], object]) -> float:
-    """Of all threads; other programs do not lengthen it."""
+    """Return the processor time of all threads, which other programs do not lengthen."""
     begin = time.process_time()
     task()
     return time.process_time() - begin
 
 
 def interleaved(tasks: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median of each, in seconds; the first round warms up and does not count."""
+    """Return the median of each task in seconds; the first round warms up and does not count."""
     times: dict[str, list[float]] = {name: [] for name in tasks}
     order = list(tasks)
     for round_number in range(rounds + 1):
@@ -96,7 +96,7 @@ def interleaved(tasks: dict[str, Callable[[], object]], rounds: int) -> dict[str
 
 
 def table(head: list[str], rows: list[list[str]]) -> None:
-    """In Markdown."""
+    """Print a table in Markdown."""
     for row in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(row) + " |")
     print()
@@ -106,7 +106,7 @@ def table(head: list[str], rows: list[list[str]]) -> None:
 
 
 def time_epochs(rounds: int, count: int) -> float:
-    """Print the ratios to SGD; return the seconds of one of its steps."""
+    """Print the ratios to SGD; return the seconds of one step of SGD."""
     batches = random_batches(count, BATCH)
     arms = {name: Arm(estimator) for name, (estimator, _) in ARMS.items()}
     medians = interleaved({name: partial(arm.epoch, batches) for name, arm in arms.items()}, rounds)
@@ -115,19 +115,19 @@ def time_epochs(rounds: int, count: int) -> float:
         ratio = medians[name] / medians["SGD"]
         holds = "yes" if ratio <= limit else "NO"
         rows.append([name, f"{estimator.cost:.2f}", f"{ratio:.2f}", f"{limit:.2f}", holds])
-    table(["epoch", "passes", "time", "at most", "holds"], rows)
+    table(["epoch", "passes", "time", "limit", "holds"], rows)
     return medians["SGD"] / count
 
 
 def cheap_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Every parameter takes part and nothing is computed."""
+    """A loss that uses every parameter and costs almost nothing."""
     return torch.stack([p.sum() for p in model.parameters()]).sum()
 
 
 def time_combining(step: float, rounds: int = 15) -> None:
-    """Print what a corrected step costs beyond its passes, as a share of a whole step of SGD."""
+    """Print the cost of a corrected step beyond its passes, as a fraction of a step of SGD."""
     batches = random_batches(10, 1, pixels=1)
-    gradient = SVRG(coefficient="gradient", per_layer=True)
+    gradient = SVRG(coefficient=Gradient(per_layer=True))
     estimators = {"SGD": SGD(), "replay": SVRG(mode="replay"), "running": SVRG(mode="running"), "per layer": gradient}
     arms = {name: Arm(estimator) for name, estimator in estimators.items()}
     model = arms["SGD"].model
@@ -145,11 +145,11 @@ def time_combining(step: float, rounds: int = 15) -> None:
         extra = medians[name] - medians["SGD"] - (0 if name == "replay" else medians["pass"])
         holds = "yes" if extra <= 0.03 * step else "NO"
         rows.append([name, f"{1e3 * extra:.2f} ms", f"{extra / step:.2%}", "3 %", holds])
-    table(["combining", "beyond the passes", "of a step", "at most", "holds"], rows)
+    table(["combining", "beyond the passes", "of a step", "limit", "holds"], rows)
 
 
 def differentiate(model: nn.Module) -> None:
-    """The cheapest second pass there is; what it costs is not ours."""
+    """The second pass of the cheap loss, which is not part of the combining."""
     torch.autograd.grad(cheap_loss(model, torch.empty(0), torch.empty(0)), list(model.parameters()))
 
 
@@ -157,7 +157,7 @@ def differentiate(model: nn.Module) -> None:
 
 
 def peak_bytes(task: Callable[[], object]) -> int:
-    """The most that torch has allocated at a time since the task began."""
+    """Return the peak of torch's allocations during the task."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         task()
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +170,7 @@ def peak_bytes(task: Callable[[], object]) -> int:
 
 
 def measure_memory() -> None:
-    """Print the peaks beyond SGD's in copies of the model; the replay table is active weights x batches."""
+    """Print the peaks beyond that of SGD, in sizes of the model; the replay table is active weights x batches."""
     batches = random_batches(8, 2, pixels=4)
     model = resnet18(width=16)
     size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
@@ -186,10 +186,10 @@ def measure_memory() -> None:
         bytes_each = {"replay": 4, "replay, bf16": 2}.get(name, 0)
         rows_size = (arm.topology.active + norms) * len(batches) * bytes_each / size
         limit = 2 + rows_size
-        planned = arm.correction.plan(len(batches)).memory / size
+        estimated = arm.correction.estimate_cost(len(batches)).memory / size
         holds = "yes" if extra <= limit else "NO"
-        rows.append([name, f"{extra:.2f}", f"{planned:.2f}", f"{rows_size:.2f}", f"{limit:.2f}", holds])
-    table(["memory, in models", "peak beyond SGD", "held", "of it rows", "at most", "holds"], rows)
+        rows.append([name, f"{extra:.2f}", f"{estimated:.2f}", f"{rows_size:.2f}", f"{limit:.2f}", holds])
+    table(["memory, in models", "peak beyond SGD", "held", "of it rows", "limit", "holds"], rows)
 
 
 def epochs(arm: Arm, batches: list[Batch], count: int) -> None:
@@ -201,7 +201,7 @@ def epochs(arm: Arm, batches: list[Batch], count: int) -> None:
 
 
 def class_batches(count: int, size: int) -> list[Batch]:
-    """Images that can be learnt: a pattern for each class under much noise."""
+    """Images that can be learned: a pattern for each class with much noise."""
     generator = torch.Generator().manual_seed(1)
     patterns = torch.rand(10, 3, 16, 16, generator=generator)
     batches = []
@@ -212,7 +212,7 @@ def class_batches(count: int, size: int) -> list[Batch]:
 
 
 def gradients(model: nn.Module, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-    """Losses and gradients of all batches; the model is copied, so nothing moves."""
+    """Return losses and gradients of all batches, computed on a copy of the model."""
     model = copy.deepcopy(model)
     losses, rows = [], []
     for x, y in batches:
@@ -224,21 +224,21 @@ def gradients(model: nn.Module, batches: list[Batch]) -> tuple[Tensor, Tensor]:
 
 
 def active(arm: Arm) -> Tensor:
-    """1 where a weight exists, for all parameters as one vector."""
+    """Return the mask of active weights of all parameters as one vector."""
     masks = arm.topology.masks
     named = arm.model.named_parameters()
     return torch.cat([masks.get(name, torch.ones_like(p)).flatten().float() for name, p in named])
 
 
 def spread(rows: Tensor) -> float:
-    """The variance of one row, summed over coordinates."""
+    """Return the variance over rows, summed over columns."""
     return float(rows.var(0, correction=1).sum())
 
 
 def measure_variance(count: int = 24, size: int = 32) -> None:
-    """Print the variance left (1 is SGD's) at two ages of the snapshot, beside bigger batches of equal cost.
+    """Print the variance left (1 is SGD) at two ages of the snapshot, next to larger batches of equal cost.
 
-    After a decay of the learning rate, where a correction has most to give.
+    The learning rate has decayed before: then a correction helps most.
     """
     batches = class_batches(count, size)
     arm = Arm(SGD())
@@ -250,12 +250,12 @@ def measure_variance(count: int = 24, size: int = 32) -> None:
     rows = variance_at(4, arm, batches, old_losses, scatter)
     arm.epoch(batches[4:])
     rows += variance_at(count, arm, batches, old_losses, scatter)
-    head = ["age in steps", "estimator", "c", "cost", "variance left", "bigger batch of that cost", "variance x cost"]
+    head = ["age in steps", "estimator", "c", "cost", "variance left", "larger batch of that cost", "variance x cost"]
     table(head, rows)
 
 
 def variance_at(age: int, arm: Arm, batches: list[Batch], old_losses: Tensor, scatter: Tensor) -> list[list[str]]:
-    """The rows of one age; `scatter` is g_old - g̃ of every batch, zero where nothing was active at the snapshot."""
+    """Return the rows for one age; `scatter` is g_old - g̃ of every batch, zero at weights that were inactive."""
     now = active(arm)
     losses, new = gradients(arm.model, batches)
     new, scatter = new * now, scatter * now
@@ -271,12 +271,12 @@ def variance_at(age: int, arm: Arm, batches: list[Batch], old_losses: Tensor, sc
         rows.append([str(age), name, *numbers])
     pairs = zip(batches[::2], batches[1::2], strict=True)
     doubled = [(torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])) for a, b in pairs]
-    bigger = spread(gradients(arm.model, doubled)[1] * now) / spread(new)
-    return [*rows, [str(age), "batch x 2", "", "2.00", f"{bigger:.2f}", "0.50", f"{2 * bigger:.2f}"]]
+    larger = spread(gradients(arm.model, doubled)[1] * now) / spread(new)
+    return [*rows, [str(age), "batch x 2", "", "2.00", f"{larger:.2f}", "0.50", f"{2 * larger:.2f}"]]
 
 
 def main() -> None:
-    """Measure and print, in Markdown."""
+    """Measure, and print tables in Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=4)

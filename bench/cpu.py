@@ -1,14 +1,14 @@
-"""CPU benchmark: packed models with the sparse kernels against dense PyTorch, in one table.
+"""CPU benchmark: a table of packed models on the sparse kernels against dense PyTorch.
 
     python bench/cpu.py [--models vgg_c resnet18] [--sparsity 0.9 0.95 0.99] [--repeats 7] [--cpu-time] [--write]
 
-Beside it stand, at 99 %, the training step on sparseprop where it is installed (pip install --no-deps sparseprop,
-which picks the fastest form of every layer itself), an epoch of SET with AGENT against one of dense SGD, the size of
-the exported file, and the bytes that training holds.
+Below the table, all at 99 %: the training step of sparseprop if it is installed (pip install --no-deps sparseprop; it
+chooses the fastest form of every layer), an epoch of SET with AGENT against an epoch of dense SGD, the size of the
+exported file, and the memory of training.
 
-Every number is the median of repeats that were interleaved with those of its rivals in the same run, so that a
-busy moment of the machine meets all of them. The dense rival is the faster of NCHW and channels_last. On a machine
-that others use too, `OMP_NUM_THREADS=1 ... --cpu-time` counts the time of this process alone.
+Every number is the median of repeats. Rivals take turns in one run, so that a busy moment of the machine hits all of
+them. The dense rival is the faster of NCHW and channels_last. On a shared machine, `OMP_NUM_THREADS=1 ... --cpu-time`
+counts the time of this process only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import contextlib
 import copy
 import io
 import platform
-import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,8 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equipoise.correction import Agent
+from equipoise.correction import Agent, Loss
 from equipoise.deploy import Blueprint, Network, write_packed
+from equipoise.deploy.benchmark import interleaved
 from equipoise.deploy.frozen import freeze
 from equipoise.models.resnet import resnet18
 from equipoise.models.vgg import vgg_c
@@ -48,10 +48,11 @@ TARGETS = {
     ("vgg_c", "infer 1"): {0.9: 3.0, 0.95: 4.5, 0.99: 9.0},
 }
 Work = Callable[[], object]
+Clock = Callable[[], float]
 
 
 def random_masks(model: nn.Module, sparsity: float) -> dict[str, Tensor]:
-    """Masks with ERK counts, active places at random."""
+    """Random masks with ERK counts."""
     weights = {name: p for name, p in model.named_parameters() if p.dim() > 1}
     counts = active_counts("erk", {name: tuple(p.shape) for name, p in weights.items()}, 1 - sparsity)
     masks = {}
@@ -85,7 +86,7 @@ def inference(model: nn.Module, x: Tensor) -> Work:
 
 
 def jobs(model: nn.Module, sparsities: list[float], batch: int) -> dict[str, dict[str, Work]]:
-    """By task, then by rival: what to time."""
+    """The work to time, by task and rival."""
     x, y = torch.rand(batch, 3, 32, 32), torch.randint(10, (batch,))
     packed = {}
     for sparsity in sparsities:
@@ -101,16 +102,9 @@ def jobs(model: nn.Module, sparsities: list[float], batch: int) -> dict[str, dic
     }
 
 
-def interleaved(work: dict[str, Work], repeats: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Median milliseconds of each, the rivals taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for round_ in range(repeats + 1):
-        for name, run in work.items():
-            begin = clock()
-            run()
-            if round_:  # the first round warms caches and buffers
-                times[name].append(1e3 * (clock() - begin))
-    return {name: statistics.median(values) for name, values in times.items()}
+def milliseconds(work: dict[str, Work], repeats: int, clock: Clock) -> dict[str, float]:
+    """Median milliseconds of each rival."""
+    return {name: 1e3 * seconds for name, seconds in interleaved(work, repeats, clock).items()}
 
 
 def row(name: str, task: str, sparsities: list[float], times: dict[str, float]) -> str:
@@ -124,7 +118,7 @@ def row(name: str, task: str, sparsities: list[float], times: dict[str, float]) 
 
 
 def sparseprop_rival(model: nn.Module, masks: dict[str, Tensor], batch: int) -> nn.Module:
-    """The same sparse weights in sparseprop's modules, chosen by its own stopwatch."""
+    """The same sparse weights in the modules of sparseprop, which measures their alternatives."""
     from sparseprop.utils import swap_modules_with_sparse  # type: ignore[import-not-found]
 
     model = copy.deepcopy(model)
@@ -133,19 +127,19 @@ def sparseprop_rival(model: nn.Module, masks: dict[str, Tensor], batch: int) -> 
             model.get_parameter(name).mul_(mask)
     for module in model.modules():
         if isinstance(module, nn.ReLU):
-            module.inplace = False  # their functions return views, which may not be written over
+            module.inplace = False  # sparseprop returns views, which autograd does not allow to change
     with contextlib.redirect_stdout(io.StringIO()):
         return cast(nn.Module, swap_modules_with_sparse(model, (batch, 3, 32, 32)))
 
 
-def against_sparseprop(repeats: int, clock: Callable[[], float], batch: int = 128) -> str:
+def against_sparseprop(repeats: int, clock: Clock, batch: int = 128) -> str:
     model, x, y = vgg_c(), torch.rand(batch, 3, 32, 32), torch.randint(10, (batch,))
     masks = random_masks(model, 0.99)
     work = {
         "equipoise": training_step(pack(model, masks), x, y),
         "sparseprop": training_step(sparseprop_rival(model, masks, batch), x, y),
     }
-    times = interleaved(work, repeats, clock)
+    times = milliseconds(work, repeats, clock)
     return (
         f"Training step of VGG-C at 99 % on sparseprop: {times['sparseprop']:.1f} ms, here "
         f"{times['equipoise']:.1f} ms = {times['sparseprop'] / times['equipoise']:.1f} × (at least 3)."
@@ -172,7 +166,7 @@ def epochs(batches: list[tuple[Tensor, Tensor]]) -> dict[str, Work]:
     sparse = pack(vgg_c(), algorithm).train()
     stepper = torch.optim.SGD(sparse.parameters(), lr=0.01, momentum=0.9)
     topology = algorithm.attach(sparse, stepper, 1000 * len(batches))
-    agent = Agent(mode="replay", loss_share=0.1).attach(sparse, topology)  # the share of an epoch of 391 batches
+    agent = Agent(mode="replay", coefficient=Loss(batch_fraction=0.1)).attach(sparse, topology)  # as in 391 batches
 
     def sparse_epoch() -> None:
         agent.refresh(batches, loss_fn)
@@ -184,22 +178,26 @@ def epochs(batches: list[tuple[Tensor, Tensor]]) -> dict[str, Work]:
     return {"dense SGD": dense_epoch, "SET with AGENT": sparse_epoch}
 
 
-def whole_epochs(repeats: int, clock: Callable[[], float]) -> str:
+def whole_epochs(repeats: int, clock: Clock) -> str:
     batches = [(torch.rand(128, 3, 32, 32), torch.randint(10, (128,))) for _ in range(20)]
-    times = interleaved(epochs(batches), repeats, clock)
-    dense, sparse = times.values()
+    dense, sparse = interleaved(epochs(batches), repeats, clock).values()
     return (
         f"An epoch of {len(batches)} batches of SET with AGENT, `replay`, 99 %, packed, one update of the topology: "
-        f"{sparse / 1e3:.2f} s, of plain dense SGD: {dense / 1e3:.2f} s = {dense / sparse:.1f} × (at least 3.5)."
+        f"{sparse:.2f} s; of plain dense SGD: {dense:.2f} s = {dense / sparse:.1f} × (at least 3.5)."
     )
 
 
-def bytes_of(tensors: Iterable[Any]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+def bytes_of(value: Any) -> int:
+    """Bytes of all tensors in nested containers."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        value = value.values()
+    return sum(map(bytes_of, value)) if isinstance(value, Iterable) and not isinstance(value, str) else 0
 
 
 def memory() -> str:
-    """What training holds between steps: weights, gradients, momentum, indices, bits, and AGENT's copies."""
+    """Memory of training between steps: weights, gradients, momentum, indices, flags, and the copies of AGENT."""
     x, y = torch.rand(16, 3, 32, 32), torch.randint(10, (16,))
     dense = sum(3 * p.numel() * p.element_size() for p in vgg_c().parameters())
     algorithm = SET(sparsity=0.99)
@@ -211,15 +209,10 @@ def memory() -> str:
         agent.refresh([(x, y)] * 2, loss_fn)
         agent.backward(loss_fn, x, y)
         optimizer.step()
-    state = agent.state_dict()
-    coordinates = state["coordinates"]["index"]
-    held = bytes_of(model.parameters()) + bytes_of(model.buffers()) + bytes_of(p.grad for p in model.parameters())
-    held += bytes_of(t for values in optimizer.state.values() for t in values.values())
-    held += bytes_of(layer.saved() for layer in topology.layers) + bytes_of(coordinates)
-    held += bytes_of(state["snapshot"].values()) + bytes_of(state["source"].values())
-    held += bytes_of(state["statistics"]["sums"] or ())
+    parameters, states = list(model.parameters()), (optimizer.state_dict(), topology.state_dict(), agent.state_dict())
+    held = bytes_of((parameters, model.buffers(), [p.grad for p in parameters], states))
     return (
-        f"Weights, gradients, momentum, indices and AGENT's copies of VGG-C at 99 %, packed: {held / 1e6:.1f} MB; "
+        f"Weights, gradients, momentum, indices and copies of AGENT for VGG-C at 99 %, packed: {held / 1e6:.1f} MB; "
         f"weights, gradients and momentum of dense SGD: {dense / 1e6:.1f} MB = {dense / held:.1f} × (at least 15)."
     )
 
@@ -230,7 +223,7 @@ def file_size() -> str:
     with torch.no_grad():
         for name, mask in masks.items():
             model.get_parameter(name).mul_(mask)
-    dense = bytes_of(model.state_dict().values())
+    dense = bytes_of(model.state_dict())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "vgg_c.safetensors"
         blueprint = Blueprint("vgg_c", {"classes": 10, "channels": 3}, (3, 32, 32), (0.0,) * 3, (1.0,) * 3)
@@ -250,7 +243,7 @@ def heading() -> str:
 
 
 def write(text: str) -> None:
-    """Replace the section of docs/benchmarks.md that this file owns."""
+    """Replace the section of docs/benchmarks.md between this script's markers."""
     begin, end = "<!-- cpu -->", "<!-- /cpu -->"
     page = Path(__file__).parents[1] / "docs" / "benchmarks.md"
     before, _, rest = page.read_text().partition(begin)
@@ -263,7 +256,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--sparsity", nargs="+", type=float, default=[0.9, 0.95, 0.99])
     parser.add_argument("--tasks", nargs="+", default=["train", "infer 128", "infer 1"])
-    parser.add_argument("--cpu-time", action="store_true", help="seconds of this process instead of the wall's")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU time of this process instead of wall time")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")
     arguments = parser.parse_args()
@@ -277,7 +270,7 @@ def main() -> None:
         for task, work in jobs(MODELS[name](), arguments.sparsity, batch=128).items():
             if task in arguments.tasks:
                 repeats = arguments.repeats * (10 if task == "infer 1" else 1)
-                lines.append(row(name, task, arguments.sparsity, interleaved(work, repeats, clock)))
+                lines.append(row(name, task, arguments.sparsity, milliseconds(work, repeats, clock)))
                 print(lines[-1], flush=True)
     others = [lambda: whole_epochs(3, clock), memory, file_size]
     if find_spec("sparseprop"):

@@ -1,4 +1,4 @@
-"""`python -m equipoise`, as torchrun needs it."""
+"""`python -m equipoise`, which torchrun needs."""
 
 import os
 import sys
@@ -7,10 +7,10 @@ from equipoise.cli import main
 
 
 def run() -> None:
-    """`main`; one of several processes then leaves at once.
+    """Run `main`. If there are several processes, end a successful one without Python's shutdown.
 
-    Torch's own threads may outlive Python's end: a process that had finished its work died there once in a while
-    ("terminate called without an active exception"), and torchrun took the run for failed.
+    Threads of torch can outlive the interpreter. A process that had finished its work sometimes died there
+    ("terminate called without an active exception"), and torchrun reported the run as failed.
     """
     try:
         main()

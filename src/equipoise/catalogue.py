@@ -1,9 +1,9 @@
-"""Things that can be chosen by name: algorithms, models, datasets, objectives, corrections."""
+"""Tables of things that can be chosen by name: algorithms, models, datasets, objectives, corrections."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 from equipoise.errors import UserError
@@ -12,32 +12,29 @@ T = TypeVar("T")
 
 
 def suggestion(word: str, known: list[str]) -> str:
-    """`, did you mean "rigl"?` for a near miss, else the list of what there is."""
+    """Return `; did you mean "rigl"?` if a known word is close, else a list of the known words."""
     near = difflib.get_close_matches(word, known, n=1)
-    return f'; did you mean "{near[0]}"?' if near else f"; there is {', '.join(known)}"
+    return f'; did you mean "{near[0]}"?' if near else f"; choose from {', '.join(known)}"
 
 
-class Catalogue(Mapping[str, T]):
-    """A read-only table of named things whose look-up error tells what would have been right."""
+class Catalogue(dict[str, T]):
+    """Classes or functions by name, with a look-up error that suggests the right name.
+
+    Args:
+        kind: What an entry is, such as `topology`. The look-up error names it.
+        entries: The table. The first line of an entry's docstring describes it.
+    """
 
     def __init__(self, kind: str, entries: Mapping[str, T]) -> None:
+        super().__init__(entries)
         self.kind = kind
-        self._entries = dict(entries)
 
-    def __getitem__(self, name: str) -> T:
-        if name not in self._entries:
-            raise UserError(f'no {self.kind} is called "{name}"{suggestion(str(name), sorted(self._entries))}')
-        return self._entries[name]
+    def __missing__(self, name: str) -> T:
+        raise UserError(f'no {self.kind} is called "{name}"{suggestion(str(name), sorted(self))}')
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)  # Python hashes the metadata of `Annotated[Base, catalogue]`
 
     def describe(self) -> dict[str, str]:
-        """The first line of each entry's docstring, by name."""
+        """Return the first line of each entry's docstring, by name."""
         return {name: (entry.__doc__ or "").strip().partition("\n")[0] for name, entry in self.items()}

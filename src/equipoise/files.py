@@ -1,4 +1,4 @@
-"""Writing files so that a crash or a full disk leaves the old one or the new one, never half of one."""
+"""Atomic writes: after a crash or on a full disk, a file is the old one or the new one, never a part."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A temporary file to write to, which takes the name of `path` when it is complete and on the disk.
+    """Yield a temporary file that replaces `path` once it is complete and flushed to the disk.
 
-    For one writer at a time; what one that was killed has left behind, the next one writes over.
+    One process may write to `path` at a time. A temporary file that a killed process left is overwritten.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -28,18 +28,18 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     with written_whole(path) as temporary:
         temporary.write_bytes(content)
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether there was no room to write, or a file was not allowed to grow."""
+    """Return whether a write failed because the disk, the quota or the file size limit was reached."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def flush(path: Path) -> None:
-    """Wait until a file or a folder's entries are on the disk."""
+    """Wait until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,17 @@
-"""Packed weights and the CPU kernels: training and inference that cost what the density says.
+"""Packed models, whose training and inference on a CPU cost what their density says.
 
-`pack` makes the sparse layers of a model hold only their active weights, `unpack` is the way back, `freeze`
-prepares a packed model for inference, `describe` says how each layer runs, and `available` whether the kernels
-could be found or compiled (`reason` says why not).
+A packed layer stores its active weights only and runs on the sparse kernels:
+
+    algorithm = eq.SET(sparsity=0.99)
+    model = eq.sparse.pack(model, algorithm)  # before the optimizer is made
+    topology = algorithm.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=steps)
+    network = eq.sparse.freeze(model)  # after training
+
+- `pack` returns a copy of a model in packed storage.
+- `unpack` returns the state_dict with the usual keys, and the masks.
+- `freeze` prepares a packed model for inference.
+- `describe` returns how each packed layer runs.
+- `available` returns whether the kernels can be loaded or compiled, and `reason` why not.
 """
 
 from equipoise.deploy.frozen import freeze

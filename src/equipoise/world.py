@@ -1,4 +1,4 @@
-"""The processes that train one model together: what they average, and what they compare."""
+"""The processes that train one model together, and the collectives between them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ T = TypeVar("T")
 
 
 class World:
-    """This process among `size` others; alone, everything here returns what it was given and costs nothing.
+    """This process and its peers. In a single process every collective returns its argument at no cost.
 
-    Every method but `raise_flag` is called by all processes in the same order. Averages are equal to the bit on all
-    of them, since each number of an all-reduce is added up in one place.
+    All processes call every method except `raise_flag` in the same order. The results of `all_reduce` and
+    `all_reduce_mean` are bit-identical on all processes.
+
+    Args:
+        rank: Number of this process, from 0.
+        size: Number of processes.
+        device: Device of the tensors that the backend can send.
+        group: The process group; `None` for the default one.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, device: str | torch.device = "cpu", group: Any = None) -> None:
         self.rank = rank
         self.size = size
-        self.device = torch.device(device)  # where tensors are that the backend can send
+        self.device = torch.device(device)
         self._group = group
         self._raised = False
         self._flags: Tensor | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> World:
-        """The processes that a model is wrapped for by DistributedDataParallel; alone where it is not."""
+        """Return the processes of a `DistributedDataParallel` model; `ALONE` for any other model."""
         wrapper = data_parallel(model)
         if wrapper is None:
             return ALONE
@@ -45,103 +51,104 @@ class World:
 
     @property
     def alone(self) -> bool:
+        """Whether this is the only process."""
         return self.size == 1
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes and speaks for all."""
+        """Whether this process writes files and prints for all."""
         return self.rank == 0
 
     def raise_flag(self) -> None:
-        """From the next average on, `flag` is set on every process: any one of them can ask all to stop."""
+        """Set `flag` on every process from the next `all_reduce_mean` on. One process can ask all to stop."""
         self._raised = True
 
     @property
     def flag(self) -> bool:
-        """Whether any process had raised its flag before the last average; a GPU has to be waited for."""
+        """Whether any process had raised its flag before the last `all_reduce_mean`. Waits for a GPU."""
         return self._flags is not None and bool(self._flags > 0)
 
     def all_reduce_mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The mean of each tensor over the processes, in one all-reduce of one bucket."""
+        """Return the mean of each tensor over the processes, by one all-reduce of one bucket."""
         if self.alone:
             return list(tensors)
         dtype = max((t.dtype for t in tensors), key=lambda d: torch.finfo(d).bits)
         flag = torch.full((1,), float(self._raised), device=self.device)
         parts = [tensor.detach().reshape(-1).to(self.device, dtype) for tensor in (*tensors, flag)]
         bucket = torch.cat(parts)
-        self._answered(lambda: dist.all_reduce(bucket, group=self._group))
+        self._communicate(lambda: dist.all_reduce(bucket, group=self._group))
         bucket /= self.size
         *means, self._flags = bucket.split([len(part) for part in parts])
         return [mean.view(tensor.shape).to(tensor) for mean, tensor in zip(means, tensors, strict=True)]
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Make the tensors those of the first process, in place."""
+        """Overwrite the tensors with those of the first process."""
         for tensor in () if self.alone else tensors:
-            self._answered(partial(dist.broadcast, tensor.detach(), self._first, group=self._group))
+            self._communicate(partial(dist.broadcast, tensor.detach(), self._first, group=self._group))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over the processes."""
+        """Return the sum of a tensor over the processes."""
         if self.alone:
             return tensor
         total = tensor.detach().to(self.device, copy=True)
-        self._answered(lambda: dist.all_reduce(total, group=self._group))
+        self._communicate(lambda: dist.all_reduce(total, group=self._group))
         return total.to(tensor.device)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all processes, by rank."""
+        """Return the tensors of all processes, stacked by rank."""
         if self.alone:
             return tensor.unsqueeze(0)
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._answered(lambda: dist.all_gather(found, tensor.contiguous(), group=self._group))
+        self._communicate(lambda: dist.all_gather(found, tensor.contiguous(), group=self._group))
         return torch.stack(found)
 
     def all_gather_object(self, value: T) -> list[T]:
-        """The values of all processes, by rank, on every one of them."""
+        """Return the values of all processes, by rank."""
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size
-        self._answered(lambda: dist.all_gather_object(found, value, group=self._group))
+        self._communicate(lambda: dist.all_gather_object(found, value, group=self._group))
         return found
 
     def gather_object(self, value: T) -> list[T]:
-        """The values of all processes, by rank, on the first one; nothing on the others."""
+        """Return the values of all processes, by rank, on the first process and an empty list on the others."""
         if self.alone:
             return [value]
         found: list[Any] | None = [None] * self.size if self.leads else None
-        self._answered(lambda: dist.gather_object(value, found, self._first, group=self._group))
+        self._communicate(lambda: dist.gather_object(value, found, self._first, group=self._group))
         return found or []
 
     def broadcast_object(self, value: T) -> T:
-        """What the first process has."""
+        """Return the value of the first process."""
         if self.alone:
             return value
         box = [value]
-        self._answered(lambda: dist.broadcast_object_list(box, self._first, group=self._group, device=self.device))
+        self._communicate(lambda: dist.broadcast_object_list(box, self._first, group=self._group, device=self.device))
         return box[0]
+
+    def all(self, holds: bool) -> bool:
+        """Return whether `holds` is true on every process."""
+        return all(self.all_gather_object(holds))
 
     @property
     def _first(self) -> int:
-        """The first process, as the backend numbers it."""
+        """Global rank of the first process of the group."""
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
-    def all(self, holds: bool) -> bool:
-        """Whether it holds for every process."""
-        return all(self.all_gather_object(holds))
-
-    def _answered(self, ask: Callable[[], object]) -> None:
+    def _communicate(self, collective: Callable[[], object]) -> None:
         try:
-            ask()
+            collective()
         except RuntimeError as error:
             line = " ".join(str(error).split())[:200]
-            raise UserError(f"another of the {self.size} processes has ended or gone astray: {line}") from None
+            raise UserError(f"another of the {self.size} processes has ended or does not respond: {line}") from None
 
 
 ALONE = World()
 
 
 def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
-    """The DistributedDataParallel around a model, below `torch.compile` too."""
+    """Return the `DistributedDataParallel` wrapper of a model, which `torch.compile` may have wrapped in turn."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model
     compiled = getattr(model, "_orig_mod", None)
@@ -149,9 +156,11 @@ def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel | Non
 
 
 def by_itself(model: nn.Module, live: bool = False) -> AbstractContextManager[None]:
-    """Around passes of one process: DistributedDataParallel must not average gradients that are not final.
+    """Return a context in which `DistributedDataParallel` does not average gradients after a backward pass.
 
-    live: it shall share the buffers as ever, which it would leave off after a pass like this.
+    Args:
+        model: The model, with or without the wrapper.
+        live: Keep the wrapper's buffer synchronisation enabled, which it would leave out after such a pass.
     """
     wrapper = data_parallel(model)
     if wrapper is None:

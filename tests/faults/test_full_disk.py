@@ -1,4 +1,4 @@
-"""A full disk: one line, status 2, the last checkpoint intact, and the run goes on when there is room again."""
+"""A full disk: one line, status 2, the last checkpoint is intact, and the run can be resumed later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from equipoise.training.checkpoint import Store
 from killing import SERVER, launch
 from train_helpers import assert_same_runs, tiny
 
-MARKS = {  # a part of the name of the file that no longer fits, and the words of its error
+MARKS = {  # part of the name of the file that does not fit, and part of the message
     "recipe.yaml": "cannot write to",
     "metrics.jsonl": "No space left on device; what was written before is intact",
     "step-": "could not write the checkpoint",
@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, mark: str, after: int) -> None:
-    """Files of that name are on the disk so many times; then there is no room. Seen where they are flushed."""
+    """Let `after` flushes of files with that name succeed, then fail."""
     fsync, seen = os.fsync, [0]
 
     def full(descriptor: int) -> None:
@@ -94,7 +94,7 @@ def test_a_resume_onto_a_full_disk_changes_nothing(
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-# A real limit, in a process of its own: the kernel refuses to let any file grow beyond it
+# A real limit of the file size in a separate process
 
 
 def limited(arguments: list[str], log: Path, size: int) -> None:
@@ -104,7 +104,7 @@ def limited(arguments: list[str], log: Path, size: int) -> None:
 
 
 def launch_limited(arguments: list[str], log: Path, size: int) -> tuple[int | None, list[str]]:
-    """The status and the lines it said, through a pipe: a log would not be allowed to grow either."""
+    """The status and the printed lines, through a pipe, because the limit holds for a log file too."""
     os.mkfifo(log)
     mine = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     process = SERVER.Process(target=limited, args=(arguments, log, size))

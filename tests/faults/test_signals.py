@@ -1,4 +1,4 @@
-"""A signal stops a run after its step, with a checkpoint; a second one stops it at once."""
+"""A signal stops a run after its step, with a checkpoint; a second signal stops it at once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_end(left: Path, right: Path) -> None:
-    """The last checkpoint and all lines; a stop leaves one more checkpoint for a while."""
+    """The last checkpoint and the metrics are bit-identical; a stop writes one more checkpoint."""
     newest = [max((run / "checkpoints").glob("step-*")) for run in (left, right)]
     assert newest[0].name == newest[1].name
     assert_same_state(checkpoint.load(newest[0]), checkpoint.load(newest[1]), without="str seconds")
@@ -77,7 +77,7 @@ def stopping(number: int, work: Callable[[], None], capsys: pytest.CaptureFixtur
 def test_one_line_and_the_usual_status(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
     status, said = stopping(number, signals.check, capsys)
     assert status == STATUS[number]
-    assert said == f"equipoise: stopped by {number.name}; `equipoise resume here` goes on from here\n"
+    assert said == f"equipoise: stopped by {number.name}; continue with `equipoise resume here`\n"
 
 
 def test_work_that_ends_all_the_same_has_ended_well() -> None:
@@ -121,7 +121,7 @@ def test_a_second_signal_ends_at_once(number: signal.Signals) -> None:
 
 
 def child_of_a_run(number: int) -> None:
-    """As a process that reads images: forked while the signals are caught."""
+    """Fork while the signals are handled, as processes that read images are."""
     with signals.stoppable("again"):
         child = os.fork()
         if child == 0:
@@ -160,7 +160,7 @@ def test_a_run_that_was_stopped_ends_bit_equal(
     for stop in stops:
         assert launch(words, log, replace(stop, signal=number)) == STATUS[number], log.read_text()
         said = log.read_text().splitlines()[-1]
-        assert said == f"equipoise: stopped by {number.name}; `equipoise resume {stopped}` goes on from here"
+        assert said == f"equipoise: stopped by {number.name}; continue with `equipoise resume {stopped}`"
         words = ["resume", str(stopped)]
     assert launch(words, log) == 0, log.read_text()
     assert_same_end(whole, stopped)
@@ -173,7 +173,7 @@ def test_a_run_stopped_from_outside(tmp_path: Path) -> None:
     wait_for((run / "metrics.jsonl").exists, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143, log.read_text()
-    assert log.read_text().splitlines()[-1].endswith(f"`equipoise resume {run}` goes on from here")
+    assert log.read_text().splitlines()[-1].endswith(f"continue with `equipoise resume {run}`")
     assert checkpoint.Store(run / "checkpoints").newest() is not None
 
 
@@ -193,7 +193,7 @@ def test_a_study_stops_and_goes_on(tmp_path: Path, number: signal.Signals) -> No
     chosen = ["--seeds", "0", "--only", "a", "--only", "b"]
     words, log = [*study_of(tmp_path, 2), *chosen], tmp_path / "log"
     assert launch(words, log, Point("step", 4, signal=number)) == STATUS[number], log.read_text()
-    advice = f"`equipoise {shlex.join(words)}` goes on from here"
+    advice = f"continue with `equipoise {shlex.join(words)}`"
     assert log.read_text().splitlines()[-1] == f"equipoise: stopped by {number.name}; {advice}"
     runs = sorted(path.name for path in (tmp_path / "w" / "s").iterdir())
     assert runs == ["a-seed0"]  # the other was not begun
@@ -209,7 +209,7 @@ def test_a_study_in_processes_stops_them(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes at once
     assert process.wait(60) == 130, log.read_text()
     said = log.read_text().splitlines()
-    assert said[-1].startswith(f"equipoise: stopped by SIGINT; `equipoise study {tmp_path / 's.yaml'} --results ")
+    assert said[-1].startswith(f"equipoise: stopped by SIGINT; continue with `equipoise study {words[1]} --results ")
     assert "Traceback" not in log.read_text()
     assert checkpoint.Store(tmp_path / "w" / "s" / "a-seed0" / "checkpoints").newest() is not None
     assert not list((tmp_path / "r").rglob("a-seed0.json"))

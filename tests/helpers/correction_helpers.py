@@ -1,4 +1,4 @@
-"""What the correction tests share: a model and a loader with everything random, and somebody's own loop."""
+"""Helpers of the correction tests: a model and a loader that draw random numbers, and comparisons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Noisy(nn.Module):
 
 
 class Augmented(Dataset[tuple[Tensor, int]]):
-    """Images with augmentation drawn from all three global streams, as users' datasets do."""
+    """Inputs with augmentation from all three global generators, as in many users' datasets."""
 
     def __len__(self) -> int:
         return 40
@@ -48,7 +48,7 @@ def seed_all(seed: int) -> None:
 
 
 def streams() -> list[Any]:
-    """One number from each global stream, without moving it."""
+    """One number from each global generator, which then keeps its state."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     drawn = [torch.rand(()).item(), random.random(), float(np.random.rand())]  # noqa: NPY002
     torch.set_rng_state(states[0])
@@ -72,7 +72,7 @@ def attached(
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Copies of all that a pass could touch."""
+    """Copies of everything that a pass could change."""
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     return [copy.deepcopy(model.state_dict()), gradients, copy.deepcopy(optimizer.state_dict()), streams()]
 

@@ -1,4 +1,4 @@
-"""A tiny model with its gradient written out in numpy, and every correction likewise: what the tests compare with."""
+"""An independent oracle: a tiny model with its gradient, and every correction, written in numpy in float64."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def gradient_of(model: nn.Module) -> Array:
 
 
 def active_of(model: nn.Module, topology: Topology | None) -> NDArray[np.bool_]:
-    """1 where a weight exists; biases always do."""
+    """True for active weights; biases always are."""
     masks = {} if topology is None else topology.masks
     return np.concatenate(
         [
@@ -90,7 +90,7 @@ def active_of(model: nn.Module, topology: Topology | None) -> NDArray[np.bool_]:
 
 
 def loss_and_gradient(theta: Array, batch: Batch) -> tuple[float, Array]:
-    """Mean softmax cross-entropy of the perceptron and its derivative by hand."""
+    """Mean softmax cross-entropy of the perceptron and its derivative."""
     w1, b1, w2, b2 = (theta[s].reshape(shape) for s, shape in zip(LAYERS, SHAPES.values(), strict=True))
     x, y = batch[0].double().numpy(), batch[1].numpy()
     hidden = np.tanh(x @ w1.T + b1)
@@ -111,7 +111,7 @@ def gradient(theta: Array, batch: Batch) -> Array:
     return loss_and_gradient(theta, batch)[1]
 
 
-# The corrections in numpy, from the formulas: dense vectors and masks, nothing clever
+# The corrections in numpy, from the formulas, with dense vectors and masks
 
 
 @dataclass
@@ -147,11 +147,11 @@ class GradientRule:
         variance = np.array([square[s].sum() for s in layers])
         pair = [np.array([product[s].sum() for s in layers]) - noise * variance, variance]
         self.seen += 1
-        share = max(1 - self.beta, 1 / self.seen)
+        newest = max(1 - self.beta, 1 / self.seen)
         self.moments = (
             pair
             if self.moments is None
-            else [(1 - share) * m + share * p for m, p in zip(self.moments, pair, strict=True)]
+            else [(1 - newest) * m + newest * p for m, p in zip(self.moments, pair, strict=True)]
         )
 
     def restart(self) -> None:
@@ -166,17 +166,17 @@ class GradientRule:
 
 @dataclass
 class Oracle:
-    """One correction at work. `rule` is a number, a function of the step, or a rule for the coefficient."""
+    """A correction. `rule` is a number, a function of the step, or a rule for the coefficient."""
 
     mode: str
     rule: Any
     gamma: float = 1.0
-    fraction: Sequence[Sequence[int]] | None = None  # the batches of g̃ at each refresh, where not all
-    every_place: bool = False
+    fraction: Sequence[Sequence[int]] | None = None  # the batches of g̃ at each refresh; None: all
+    every_index: bool = False
     snapshot: Any = None  # θ̃, a vector
-    was_active: Any = None  # the mask of then
-    known: Any = None  # where SAGA's table holds something
-    reference: Any = None  # g̃, or what stands for it
+    was_active: Any = None  # at the snapshot
+    known: Any = None  # where the table of SAGA has values
+    reference: Any = None  # g̃, or its estimate
     steps: int = 0
     refreshes: int = 0
     earlier: list[Array] = field(default_factory=list)
@@ -214,7 +214,7 @@ class Oracle:
         return range(count) if self.fraction is None else self.fraction[self.refreshes]
 
     def step(self, theta: Array, active: NDArray[np.bool_], batch: Batch, index: int) -> Array:
-        """The gradient that the step must use: g_new - w·(g_old - reference)."""
+        """The corrected gradient: g_new - w·(g_old - reference)."""
         loss, dense = loss_and_gradient(theta, batch)
         new = np.where(active, dense, 0)
         old, reference, where, noise = self._old(active, batch, index)
@@ -228,7 +228,7 @@ class Oracle:
         return corrected
 
     def weights(self) -> Array:
-        """γ·c of every coordinate, as the coming step uses it."""
+        """γ·c of every weight at the next step."""
         if callable(self.rule):
             return np.full(sum(SIZES), self.gamma * self.rule(self.steps))
         return self.gamma * (self.rule.weights() if hasattr(self.rule, "weights") else np.full(sum(SIZES), self.rule))
@@ -237,7 +237,7 @@ class Oracle:
         nothing = None, None, None, 0.0
         if self.mode == "none" or self.snapshot is None:
             return nothing
-        where = active if self.every_place else active & self.was_active
+        where = active if self.every_index else active & self.was_active
         if self.mode == "table":
             if self.reference is None:
                 return nothing
@@ -275,11 +275,11 @@ class Oracle:
             self.table[index] = row
 
 
-# Training with both side by side
+# Training with both
 
 
 def orders(count: int, epochs: int, seed: int = 1) -> Iterator[list[int]]:
-    """Another order of the batches in every epoch."""
+    """A new order of the batches in every epoch."""
     random = np.random.default_rng(seed)
     for _ in range(epochs):
         yield random.permutation(count).tolist()
@@ -294,7 +294,7 @@ def assert_follows(
     tolerance: float = 1e-10,
     check: Callable[[Array], None] | None = None,
 ) -> int:
-    """Train, and compare every step's `.grad` with the oracle's; the number of steps that it corrected."""
+    """Compare `.grad` of every step with the oracle; return the number of corrected steps."""
     model, topology = correction.model, correction.topology
     corrected = 0
     for order in orders(len(batches), epochs):

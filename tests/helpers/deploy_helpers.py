@@ -1,4 +1,4 @@
-"""What the tests of deployment share: networks with random sparse weights and norms, and forged files."""
+"""Networks with random sparse weights and norms, and forged files, for the tests of deployment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEAN, STD = 0.4, 0.3
 
 
 def random_network(name: str, sparsity: float = 0.95, seed: int = 0, **options: Any) -> tuple[Network, nn.Module]:
-    """An untrained network with an ERK mask at random places, and the float64 model that judges it."""
+    """An untrained network with random masks of ERK counts, and the float64 model that judges it."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = MODELS[name](**options).eval()
@@ -71,7 +71,7 @@ def forge(
     tensors: Callable[[dict[str, Tensor]], Any] = lambda _: None,
     header: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A copy of a file with other tensors or another header and a checksum that fits them."""
+    """A copy of a file with other tensors or another header, and a checksum that fits them."""
     old_header, held = read(path)
     tensors(held)
     new = {**old_header, **(header or {})}

@@ -1,4 +1,4 @@
-"""What the tests of distributed training share: processes that stay, and runs that can be compared."""
+"""Processes for tests of distributed training, and the comparison of their runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Task = Callable[..., Any]
 
 
 class Processes:
-    """Processes joined over gloo, started once: each runs a task with its `World` and hands back what it found."""
+    """Processes joined over gloo. Each runs tasks with its `World` and returns the results."""
 
     def __init__(self, count: int) -> None:
         context, port = get_context("spawn"), free_port()
@@ -45,7 +45,7 @@ class Processes:
             process.start()
 
     def __call__(self, task: Task, *arguments: Any) -> list[Any]:
-        """What each process found, by rank; an error of any of them is one here."""
+        """Run a task in all processes and return the results by rank; an error in one of them is raised."""
         for connection in self._connections:
             connection.send((task, arguments))
         answers = []
@@ -64,7 +64,7 @@ class Processes:
 
 @functools.cache
 def processes(count: int) -> Processes:
-    """Shared by all tests of this session, since starting them takes longer than most of what they do."""
+    """Processes that are started once per session, because starting takes longer than most tests."""
     found = Processes(count)
     atexit.register(found.end)
     return found
@@ -92,7 +92,7 @@ def free_port() -> int:
 
 
 def plain(value: Any) -> Any:
-    """Tensors as arrays, which travel between processes without shared memory."""
+    """Convert tensors to arrays, which are sent between processes without shared memory."""
     if isinstance(value, Tensor):
         return value.detach().cpu().numpy().copy()
     if isinstance(value, dict):
@@ -106,7 +106,7 @@ def plain(value: Any) -> Any:
 
 
 def in_double(trainer: Trainer) -> Trainer:
-    """The same run in float64, where two sums of the same numbers in another order differ by 1e-16."""
+    """Convert a run to float64, in which the order of a sum changes it by 1e-16 only."""
     parts = trainer.parts
     parts.model.double()
     parts.model.register_forward_pre_hook(lambda _, arguments: (arguments[0].double(),))
@@ -116,7 +116,7 @@ def in_double(trainer: Trainer) -> Trainer:
 
 
 def train(world: World, changes: dict[str, Any], double: bool = True) -> dict[str, Any]:
-    """A run of `tiny` to its end: what is left of it."""
+    """Train `tiny` and return its final state."""
     trainer = Trainer(make_recipe(tiny(**changes)), world=world)
     if double:
         in_double(trainer)
@@ -132,8 +132,8 @@ def normed(classes: int = 10, channels: int = 1) -> nn.Module:
 
 
 def train_normed(world: World, changes: dict[str, Any]) -> dict[str, Any]:
-    """`train` of a model that the catalogue does not have."""
-    with mock.patch.dict(MODELS._entries, {"normed": normed}):
+    """Train a model that is not in the catalogue."""
+    with mock.patch.dict(MODELS, {"normed": normed}):
         return train(world, changes)
 
 
@@ -157,7 +157,7 @@ def alone(changes: dict[str, Any], double: bool = True) -> dict[str, Any]:
 
 
 def train_and_resume(world: World, folder: str, changes: dict[str, Any], after: int) -> list[dict[str, Any]]:
-    """A run, and the same run broken off at a checkpoint after so many steps and resumed: what is left of both."""
+    """Train a run, and resume a copy of it after `after` steps; return the final states of both."""
     recipe = make_recipe(tiny(**changes, checkpoint={"steps": after, "keep": 100, "best": False}))
     path = Path(folder)
     whole = Trainer(recipe, RunFolder.create(path / "whole", recipe.raw, 100) if world.leads else None, world=world)
@@ -183,7 +183,7 @@ def largest_difference(left: dict[str, Any], right: dict[str, Any]) -> float:
 
 
 def assert_equal_runs(several: list[dict[str, Any]], one: dict[str, Any], tolerance: float) -> None:
-    """Several processes have one and the same model, to the bit, and it is that of one process, to the tolerance."""
+    """The models of several processes are bit-identical, and equal to that of one process within the tolerance."""
     first, *others = several
     for other in others:
         for part in ("model", "masks"):
@@ -195,7 +195,7 @@ def assert_equal_runs(several: list[dict[str, Any]], one: dict[str, Any], tolera
 
 @contextmanager
 def counted_collectives(counts: dict[str, int]) -> Iterator[None]:
-    """Count what the processes say to each other inside."""
+    """Count the collectives by name during the block."""
     names = ["all_reduce", "all_gather", "all_gather_object", "gather_object", "broadcast", "broadcast_object_list"]
     kept = {name: getattr(torch.distributed, name) for name in names}
 

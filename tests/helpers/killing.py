@@ -1,6 +1,6 @@
-"""Runs in processes of their own that are killed at chosen moments.
+"""Runs in separate processes that are killed at chosen moments.
 
-The processes are forked from a server that has torch and the data's reader loaded and has computed nothing yet: each
+The processes are forked from a server that has imported torch and scikit-learn and has computed nothing. Each process
 starts in a fraction of a second, and none inherits threads.
 """
 
@@ -24,12 +24,12 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["equipoise.cli", "equipoise.training.trainer", "sklearn.datasets", "torch._dynamo"])
 
 Trap = tuple[str, int]
-"""A moment and how many times it passes before the process is killed."""
+"""A moment, and at which of its occurrences the process is killed, from 1."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A point within some work: at its `call`-th time, after `lines` of our lines, or where it ends earlier."""
+    """A point inside a function: in its `call`-th call, after `lines` lines of equipoise, or at its end."""
 
     place: str
     call: int
@@ -38,9 +38,12 @@ class Point:
 
 
 def launch(arguments: list[str], log: Path, trap: Trap | Point | float | None = None) -> int:
-    """Run the command line in a new process and return its exit status, -9 where it was killed.
+    """Run the command line in a new process and return its exit status, which is -9 if it was killed.
 
-    trap: where that happens; a number is so many seconds after its start, wherever it is then.
+    Args:
+        arguments: The words of the command line.
+        log: The file for its output.
+        trap: Where it is killed; a number means seconds after its start.
     """
     process = SERVER.Process(target=_run, args=(arguments, log, None if isinstance(trap, float) else trap))
     process.start()
@@ -53,9 +56,13 @@ def launch(arguments: list[str], log: Path, trap: Trap | Point | float | None = 
 
 
 def launch_two(arguments: list[str], log: Path, trap: Trap | Point | float | None = None, rank: int = 0) -> int:
-    """The same in two processes that train together, as torchrun starts them: when one ends badly, so does the other.
+    """Run the command line in two processes that train together. If one fails, the other is killed, as by torchrun.
 
-    rank: which of the two has the trap.
+    Args:
+        arguments: The words of the command line.
+        log: The file for their output.
+        trap: Where one of them is killed.
+        rank: Which of them.
     """
     port = _free_port()
     own = None if isinstance(trap, float) else trap
@@ -85,10 +92,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(arguments: list[str], log: Path, trap: Trap | Point | None, place: tuple[int, int] | None = None) -> None:
-    """place: the number of this process of two, and the port at which they meet."""
-    if place is not None:
-        rank, port = map(str, place)
+def _run(arguments: list[str], log: Path, trap: Trap | Point | None, pair: tuple[int, int] | None = None) -> None:
+    """Run the command line in this process. `pair` is its rank in a pair, and their port."""
+    if pair is not None:
+        rank, port = map(str, pair)
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with open(log, "a") as file:
@@ -114,7 +121,7 @@ def _set(moment: str, count: int) -> None:
     from equipoise.training.run_folder import RunFolder
     from equipoise.training.trainer import Trainer
 
-    places: dict[str, tuple[Any, str, Callable[..., None] | None]] = {
+    moments: dict[str, tuple[Any, str, Callable[..., None] | None]] = {
         "after a step": (Trainer, "_eager_step", _die),
         "within a step": (EMA, "update", None),
         "after a refresh": (Correction, "refresh", _die),
@@ -124,7 +131,7 @@ def _set(moment: str, count: int) -> None:
         "before old checkpoints are gone": (Store, "paths", None),
         "before the result": (RunFolder, "finish", None),
     }
-    owner, name, after = places[moment]
+    owner, name, after = moments[moment]
     original = getattr(owner, name)
     calls = [0]
 

@@ -1,4 +1,4 @@
-"""What the tests of adversarial training share: runs of a few steps on the digits with BSR-Net and AT."""
+"""Runs of a few steps on the digits with BSR-Net and adversarial training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tiny(*overrides: str) -> Recipe:
 
 
 def tiny_trainer(*overrides: str) -> Trainer:
-    """One that does not spend its time on the held-out images."""
+    """A trainer that skips evaluation."""
     trainer = Trainer(tiny(*overrides))
     trainer.evaluate = lambda split=None: {"plain": Score(0.0, 0.0, 1)}  # type: ignore[method-assign]
     return trainer
@@ -39,7 +39,7 @@ def flat(tensors: Any) -> Tensor:
 
 
 def gradients_of_steps(trainer: Trainer, moves: dict[int, Tensor] | None = None) -> Tensor:
-    """Train with an optimizer that only notes the gradients, one row a step, and moves as told after some steps."""
+    """Train with an optimizer that records the gradients, one row per step, and adds `moves` after given steps."""
     parameters = list(trainer.parts.model.parameters())
     seen: list[Tensor] = []
 
@@ -57,7 +57,7 @@ def gradients_of_steps(trainer: Trainer, moves: dict[int, Tensor] | None = None)
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
-    """Trainers in float64, images included."""
+    """Trainers and images in float64."""
     monkeypatch.setattr("equipoise.data.loader.unit", lambda images: images.double().mul_(1 / 255))
 
     def trainer(*overrides: str) -> Trainer:

@@ -1,4 +1,4 @@
-"""Small results for the tests of studies and their report."""
+"""Small results of studies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def epoch(number: int, accuracy: float | None, **options: Any) -> Epoch:
 
 
 def result(arm: str, seed: int, accuracies: Sequence[float], **options: Any) -> Result:
-    """A result with these accuracies; cost and seconds are those of SGD, times `cost` and `slow`."""
+    """A result with these accuracies. `cost` and `slow` are factors of the cost and seconds of SGD."""
     cost, slow = options.pop("cost", 1), options.pop("slow", 1.0)
     epochs = [
         epoch(i, a, passes={"forward": 10 * i * cost, "backward": 10 * i * cost}, seconds=2.0 * i * slow)

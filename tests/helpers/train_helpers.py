@@ -1,4 +1,4 @@
-"""What the training tests share: a run of milliseconds, and the comparison of two runs."""
+"""A run of milliseconds, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMES = {"seconds", "startup_seconds", "images_per_second"}
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    """A recipe: a perceptron on the digits, six steps an epoch."""
+    """A recipe: a perceptron on the digits, six steps per epoch."""
     base: dict[str, Any] = {
         "model": {"name": "mlp", "hidden": 16},
         "data": {"name": "digits", "batch": 240},
@@ -39,7 +39,7 @@ def trainer(**changes: Any) -> Trainer:
 
 
 def leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """Everything inside nested containers, by where it stands."""
+    """All values inside nested containers, by path."""
     if isinstance(value, Mapping):
         pairs = list(value.items())
     elif isinstance(value, list | tuple):
@@ -52,7 +52,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal to the bit, NaN included."""
+    """Whether two values are bit-identical; NaN equals NaN."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return left.dtype == right.dtype and left.shape == right.shape and bits(left) == bits(right)
     return type(left) is type(right) and (left == right or (left != left and right != right))
@@ -63,7 +63,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def assert_same_state(left: Any, right: Any, without: str = "") -> None:
-    """All tensors and values of two nested states, except those whose place is called `without`."""
+    """Two nested states are bit-identical, except for values whose path ends with `without`."""
     a, b = leaves(left), leaves(right)
     assert a.keys() == b.keys()
     differing = [name for name in a if not same(a[name], b[name]) and not (without and name.endswith(without))]
@@ -72,7 +72,7 @@ def assert_same_state(left: Any, right: Any, without: str = "") -> None:
 
 @contextmanager
 def held_by_another_process(run: Path) -> Iterator[None]:
-    """The run is being trained elsewhere, until that process is killed."""
+    """Another process holds the lock of a run during the block."""
     code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True)"
     code += "; input()"
     command = [sys.executable, "-c", code, str(run / ".lock")]
@@ -90,7 +90,7 @@ def without_times(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def assert_same_runs(left: Path, right: Path) -> None:
-    """Two finished runs that differ in nothing but the time they took."""
+    """Two finished runs are bit-identical, except for their times."""
     names = [sorted(path.name for path in (run / "checkpoints").iterdir()) for run in (left, right)]
     assert names[0] == names[1]
     for name in names[0]:

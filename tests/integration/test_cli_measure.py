@@ -1,4 +1,4 @@
-"""`equipoise measure` and `equipoise theory`: what they show and write, and one line for whatever they cannot do."""
+"""`equipoise measure` and `equipoise theory`: output, files, and one line for wrong input."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_cli import Run, assert_refused, everything, recipe, run
 
+from cli_helpers import Run, assert_refused, everything
 from equipoise.analysis.theory import Setting
-
-__all__ = ["recipe", "run"]  # fixtures
 
 
 @pytest.fixture
@@ -20,7 +18,7 @@ def trained(run: Run, recipe: str) -> str:
     return "here"
 
 
-def test_a_run_measured_on_the_way_and_at_its_end(run: Run, trained: str, tmp_path: Path) -> None:
+def test_a_run_measured_during_training_and_at_its_end(run: Run, trained: str, tmp_path: Path) -> None:
     before = everything(tmp_path / trained)
     assert [json.loads(line)["epoch"] for line in before["measure.jsonl"].splitlines()] == [1, 2, 3]
     shown = run("measure", trained, "--batches", "4")
@@ -35,7 +33,7 @@ def test_a_run_measured_on_the_way_and_at_its_end(run: Run, trained: str, tmp_pa
         found = re.search(rf"^{name}   *{number}(?: +{number})? *$", shown.out, re.MULTILINE)
         assert found, name
         assert float(found.group(1)) == pytest.approx(gradients[key], rel=1e-3)
-        if key != "norm":  # which the old weights have no part in
+        if key != "norm":  # which does not depend on the old weights
             assert float(found.group(2)) == pytest.approx(gradients["everywhere"][key], rel=1e-3)
     assert f"± {gradients['deviation']['c_star']:.2g}" in shown.out
     assert (
@@ -43,7 +41,7 @@ def test_a_run_measured_on_the_way_and_at_its_end(run: Run, trained: str, tmp_pa
         in " ".join(shown.out.split())
     )
     assert "layers.0.weight" in shown.out
-    assert "On the way, against the weights of an epoch before" in shown.out
+    assert "During training, against the weights of one epoch before" in shown.out
     after = everything(tmp_path / trained)
     del after["measure.json"]
     assert after == before
@@ -65,25 +63,25 @@ def test_against_another_checkpoint(run: Run, trained: str, tmp_path: Path) -> N
     first, second = json.loads(by_name.out), json.loads(by_file.out)
     assert first["gradients"] == second["gradients"]
     assert first["gradients"]["noise"] is None
-    # the newest but one is of the epoch before, which the run itself was measured against
+    # the second newest checkpoint is of the epoch before, which the run was measured against
     last = json.loads((tmp_path / trained / "measure.jsonl").read_text().splitlines()[-1])
     assert first["gradients"]["c_star"] == pytest.approx(last["c_star"], rel=1e-9)
     itself = run("measure", trained, "--against", names[-1], "--json")
     assert json.loads(itself.out)["gradients"]["correlation"] == pytest.approx(1)
 
 
-def test_a_run_without_measurements_on_the_way(run: Run, recipe: str) -> None:
+def test_a_run_without_measurements_during_training(run: Run, recipe: str) -> None:
     run("train", recipe, "--out", "here")
     shown = run("measure", "here")
     assert shown.status == 0
-    assert "On the way" not in shown.out
+    assert "During training" not in shown.out
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--batches", "1"], "batches=1: a variance over batches needs at least 2 of them"),
-        (["--noise", "-0.1"], "noise=-0.1: a standard deviation, not negative"),
+        (["--noise", "-0.1"], "noise=-0.1 must be a standard deviation of at least 0"),
         (["--noise", "nan"], "noise=nan"),
         (["--draws", "0"], "draws=0: the noise is drawn at least once"),
         (["--against", "worst"], "there is no checkpoint worst"),
@@ -100,7 +98,7 @@ def test_no_such_run_and_no_checkpoint_yet(run: Run, trained: str, tmp_path: Pat
     assert_refused(run("measure", "nowhere"), "nowhere is not a run")
     for path in (tmp_path / trained / "checkpoints").iterdir():
         path.unlink()
-    assert_refused(run("measure", trained), "here has no sound checkpoint yet")
+    assert_refused(run("measure", trained), "here has no valid checkpoint yet")
     assert_refused(run("train", "tiny.yaml", "--measure", "-1", "--out", "there"), "--measure")
     assert not (tmp_path / "there").exists()
 
@@ -109,7 +107,7 @@ def test_a_strange_line_is_named(run: Run, trained: str, tmp_path: Path) -> None
     (tmp_path / trained / "measure.jsonl").write_text('{"epoch": 1}\n')
     outcome = run("measure", trained)
     assert outcome.status == 2
-    assert "measure.jsonl is not as equipoise writes it" in outcome.err
+    assert "measure.jsonl was not written by equipoise" in outcome.err
 
 
 # Theory
@@ -148,11 +146,11 @@ def test_the_numbers_of_the_theorem(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "bounds.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_where_there_is_no_bound(run: Run) -> None:
+def test_without_a_bound(run: Run) -> None:
     shown = run("theory", "--L", "5")
     assert shown.status == 0
     assert "none" in shown.out
-    assert "Theorem 1 says nothing here" in shown.out
+    assert "Theorem 1 does not apply" in shown.out
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from equipoise.training.captured import CapturedStep
 
 from equipoise.training import Trainer, make_recipe
-from equipoise.training.captured import CapturedStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -33,7 +33,7 @@ CORRECTIONS = {
     "replay": {"name": "agent", "mode": "replay"},
     "replay-bf16": {"name": "agent", "mode": "replay", "table": "bf16"},
     "running": {"name": "agent", "mode": "running", "share": 0.5},
-    "gradient": {"name": "agent", "mode": "running", "coefficient": "gradient", "per_layer": True},
+    "gradient": {"name": "agent", "mode": "running", "coefficient": {"name": "gradient", "per_layer": True}},
     "pays": {"name": "svrg", "when": "pays"},
     **{name: name for name in ("svrg", "alpha-svrg", "mvr", "agent-mvr", "saga", "fixed", "agent-no-gamma")},
 }

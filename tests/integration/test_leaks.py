@@ -20,7 +20,7 @@ STATM = Path("/proc/self/statm")
 
 
 def tensors() -> tuple[int, int]:
-    """How many live tensors there are, and their bytes."""
+    """The number of live tensors, and their bytes."""
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # looking at some objects of torch is deprecated
@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.skipif(not STATM.exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize("case", CASES)
 def test_memory_after_5000_steps_is_that_after_500(tmp_path: Path, case: str) -> None:
-    """With topology updates, refreshes, evaluations and checkpoints all the way; within 1 %."""
+    """With topology updates, refreshes, evaluations and checkpoints; within 1 %."""
     raw = tiny(**{"data": {"name": "digits", "batch": 8}, "epochs": 28, "checkpoint": {"steps": 100}, **CASES[case]})
     watcher = Memory()
     made = Trainer(make_recipe(raw), RunFolder.create(tmp_path / "run", raw), watcher)

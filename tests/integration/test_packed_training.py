@@ -119,9 +119,12 @@ def test_everything_a_run_holds_has_the_size_of_the_active_weights() -> None:
         optimizer.step()
         optimizer.zero_grad()
     others = sum(p.numel() for p in model.parameters()) - topology.active
-    assert correction.source.coordinates is not None
-    assert correction.source.coordinates.size == topology.active + others
-    assert sum(t.numel() for n, t in correction.snapshot.tensors.items() if n.endswith("values")) == topology.active
+    assert correction.mode.vector is not None
+    assert correction.mode.vector.size == topology.active + others
+    assert (
+        sum(t.numel() for n, t in correction.state_dict()["snapshot"].items() if n.endswith("values"))
+        == topology.active
+    )
 
 
 @pytest.mark.parametrize("density", [0.1, 1.0])

@@ -1,4 +1,4 @@
-"""A run that is killed with kill -9 and resumed ends bit-equal to one that was not."""
+"""A run that is killed with kill -9 and resumed ends bit-identical to one that was not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVERYWHERE: list[Trap] = [
 
 
 def kill_and_compare(tmp_path: Path, traps: list[Trap], **changes: Any) -> str:
-    """The log of a run that is killed at each of the moments and resumed, after it is compared with a whole one."""
+    """Kill a run at each moment, resume it, compare it with an undisturbed run, and return its log."""
     recipe, log = tmp_path / "recipe.yaml", tmp_path / "log"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     recipe.write_text(yaml.safe_dump(tiny(**changes)))
@@ -51,7 +51,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "rigl, agent by replay with a coefficient per layer, adam": {
         "topology": {"name": "rigl", "sparsity": 0.7, "every": 3},
-        "correction": {"name": "agent", "mode": "replay", "coefficient": "gradient", "per_layer": True, "gamma": 1},
+        "correction": {
+            "name": "agent",
+            "mode": "replay",
+            "coefficient": {"name": "gradient", "per_layer": True},
+            "gamma": 1,
+        },
         "optimizer": {"name": "adam", "lr": 0.005},
         "checkpoint": {"steps": 5, "keep": 1},
     },
@@ -129,7 +134,7 @@ def test_every_topology_with_every_correction(topology: str, correction: str, mo
         [("after a step", 4), ("after a refresh", 1), ("within a step", 5)],
         epochs=3,
         topology={"name": topology, "sparsity": 0.8, **moving},
-        correction={"name": correction, "mode": way},
+        correction={"name": correction, "mode": mode},
         checkpoint={"steps": 3},
     )
 
@@ -167,7 +172,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_run_killed_from_outside_by_its_process_id(tmp_path: Path) -> None:
-    """As a scheduler would: the installed command, kill -9 at whatever moment it happens to be."""
+    """As by a scheduler: kill -9 at a random moment."""
     recipe, log = tmp_path / "recipe.yaml", tmp_path / "log"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     recipe.write_text(yaml.safe_dump(tiny(epochs=25, checkpoint={"steps": 4})))

@@ -39,7 +39,7 @@ def at_alone() -> tuple[float, float]:
     return accuracies()
 
 
-FULL_WEIGHT = ["correction=agent-no-gamma", "correction.smoothing=1"]
+FULL_WEIGHT = ["correction=agent-no-gamma", "correction.coefficient.smoothing=1"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def record_losses(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> list[Cal
 def test_old_and_new_gradient_are_of_the_same_perturbed_tensors(
     objective: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = tiny_trainer(f"objective={objective}", "correction=svrg", f"correction.mode={way}")
+    trainer = tiny_trainer(f"objective={objective}", "correction=svrg", f"correction.mode={mode}")
     clean = list(trainer.parts.train.epoch(0))
     snapshot = flat(trainer.parts.model.parameters()).clone()
     calls = record_losses(monkeypatch, trainer)  # the full pass is on clean images: it uses another loss
@@ -269,7 +269,7 @@ def test_random_starts_are_of_the_step_and_the_seed(monkeypatch: pytest.MonkeyPa
 def test_the_plan_counts_the_attack_in(overrides: list[str], passes: float) -> None:
     """Ten steps, each a forward pass and one product of the backward: AGENT is 3.3 times SGD but 1.3 times AT."""
     correction = tiny_trainer("objective=at", "objective.steps=10", *overrides).parts.correction
-    assert correction.plan(STEPS).cost == pytest.approx(passes)
+    assert correction.estimate_cost(STEPS).passes == pytest.approx(passes)
 
 
 @pytest.mark.parametrize("full_pass", ["clean", "adversarial"])

@@ -200,9 +200,9 @@ def test_masked_gradients_are_marked_and_explained(trained: Trainer, monkeypatch
         (["--attack", "pgd20", "--eps", "nan"], "eps"),
         (["--attack", "pgd20", "--eps", "eight"], "--eps"),
         (["--attack", "pgd20", "--images", "-3"], "--images"),
-        (["--attack", "pgd20", "--split", "tset"], 'no split is called "tset"; there is train, test'),
-        (["--eps", "0.1"], "name one with --attack"),
-        (["--images", "10"], "name one with --attack"),
+        (["--attack", "pgd20", "--split", "tset"], 'no split is called "tset"; choose from train, test'),
+        (["--eps", "0.1"], "need an attack, such as --attack pgd50x10"),
+        (["--images", "10"], "need an attack, such as --attack pgd50x10"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

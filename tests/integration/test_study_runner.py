@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from equipoise.cli import _open
+from equipoise.cli.common import open_run
 from equipoise.errors import UserError
 from equipoise.studies import runner
 from equipoise.studies.design import read_study
@@ -28,37 +27,8 @@ from equipoise.training import signals
 from equipoise.training.measure import measure_trainer
 from equipoise.training.run_folder import RunFolder
 from killing import SERVER, launch
-from train_helpers import held_by_another_process, tiny, without_times
-
-ARMS: dict[str, Any] = {"SGD": {}, "A + B": {"correction": {"name": "agent", "mode": "replay"}}}
-
-
-def write_study(folder: Path, arms: dict[str, Any] = ARMS, **changes: Any) -> str:
-    """A study of milliseconds in a file."""
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny()))
-    study = {"title": "T", "recipe": "tiny.yaml", "seeds": [0, 1], "arms": arms, **changes}
-    path = folder / "little.yaml"
-    path.write_text(yaml.safe_dump(study, sort_keys=False))
-    return str(path)
-
-
-def run(source: str, folder: Path, **choice: Any) -> tuple[bool, list[str]]:
-    """Whether all went well, and the lines that were said."""
-    lines: list[str] = []
-    design = read_study(source)
-    jobs = jobs_of(design, folder / "results", folder / "runs", **choice)
-    return run_study(design, jobs, folder / "results", here, lines.append), lines
-
-
-def results_of(folder: Path) -> dict[str, Any]:
-    """The result files by name, without what differs from run to run."""
-    found = {}
-    for path in sorted((folder / "results" / "little").glob("*-seed*.json")):
-        value = json.loads(path.read_text())
-        value["epochs"] = [without_times(line) for line in value["epochs"]]
-        value["result"].pop("seconds")
-        found[path.name] = value
-    return found
+from study_run_helpers import ARMS, results_of, run, write_study
+from train_helpers import held_by_another_process
 
 
 def test_every_arm_and_seed_has_a_result_like_its_run(tmp_path: Path) -> None:
@@ -248,7 +218,7 @@ def test_robust_and_measured_are_those_of_the_final_weights(tmp_path: Path) -> N
         assert score["images"] == value["result"]["test"][name]["images"]
     along = value["measured"].pop("along")
     assert [line["epoch"] for line in along] == [1, 2]
-    again = measure_trainer(_open(tmp_path / "runs/little/sgd-seed0"))
+    again = measure_trainer(open_run(tmp_path / "runs/little/sgd-seed0"))
     for key in ("variance", "correlation", "c_star", "norm"):
         assert value["measured"][key] == pytest.approx(again[key], rel=1e-5)
     (tmp_path / "results/little/sgd-seed0.json").unlink()

@@ -1,4 +1,4 @@
-"""The command line under torchrun: one folder, one voice, the same numbers."""
+"""The command line under torchrun: one folder, one process that prints, the same numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from train_helpers import assert_same_runs, tiny, without_times
 
 
 def torchrun(*words: str | Path, processes: int = 2, status: int = 0) -> str:
-    """What the command says under torchrun with so many processes."""
+    """Run a command under torchrun and return its output."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     command += [f"--master-port={free_port()}", "-m", "equipoise", *map(str, words)]
     found = subprocess.run(
@@ -54,7 +54,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_train_under_torchrun(tmp_path: Path, recipe: Path) -> None:
     run = tmp_path / "run"
     said = torchrun("train", recipe, "--out", run)
-    assert said.count("epoch 2/2") == 1  # one process speaks
+    assert said.count("epoch 2/2") == 1  # one process prints
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     one = Trainer(make_recipe(yaml.safe_load(recipe.read_text())))
     result = one.run()
@@ -89,13 +89,13 @@ def test_a_run_is_resumed_and_judged_by_torchrun(tmp_path: Path, recipe: Path) -
 @pytest.mark.slow
 def test_what_cannot_be_done_by_several_processes_is_said(tmp_path: Path, recipe: Path) -> None:
     said = torchrun("train", recipe, "--out", tmp_path / "run", "--measure", "1", status=2)
-    assert "equipoise: --measure looks at one process" in said
+    assert "equipoise: --measure needs a single process" in said
     assert not (tmp_path / "run").exists()
     said = torchrun("train", recipe, "device=cuda:1", status=2)
     assert "equipoise: device=cuda:1: several processes take a GPU each" in said
 
 
-def test_each_process_of_a_machine_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_of_a_machine_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -110,7 +110,7 @@ def test_each_process_of_a_machine_takes_a_gpu_of_its_own(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_torchrun_brings_a_job_back_after_a_process_was_killed(tmp_path: Path, recipe: Path) -> None:
-    """--max-restarts starts the same command again, which goes on with its folder and ends as if undisturbed."""
+    """--max-restarts starts the same command again; it resumes the run, which ends bit-identical."""
     words = ["epochs=20", "checkpoint.steps=5", "checkpoint.keep=200", "storage=masked"]
     torchrun("train", recipe, "--out", tmp_path / "whole", *words)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]

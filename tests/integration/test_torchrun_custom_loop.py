@@ -46,7 +46,7 @@ def own_loop(world: World, topology: str, correction: str, mode: str) -> dict[st
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     options = {"every": 5, "until": 1.0} if topology == "RigL" else {}
     sparse = getattr(eq, topology)(sparsity=0.7, **options).attach(model, optimizer, total_steps=STEPS)
-    agent = CORRECTIONS[correction](**({"mode": way} if way else {})).attach(model)
+    agent = CORRECTIONS[correction](**({"mode": mode} if mode else {})).attach(model)
     shares = [(x[world.rank :: world.size], y[world.rank :: world.size]) for x, y in batches()]
     losses = []
     for step in range(STEPS):
@@ -72,8 +72,8 @@ def own_loop(world: World, topology: str, correction: str, mode: str) -> dict[st
     ],
 )
 def test_a_loop_with_ddp_is_that_of_one_process(two: Processes, topology: str, correction: str, mode: str) -> None:
-    several = two(own_loop, topology, correction, way)
-    one = own_loop(ALONE, topology, correction, way)
+    several = two(own_loop, topology, correction, mode)
+    one = own_loop(ALONE, topology, correction, mode)
     weights = {name: value.numpy() for name, value in one["weights"].items()}
     for found in several:
         assert largest_difference(found["weights"], weights) < 1e-12

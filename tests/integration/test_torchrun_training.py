@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "snfs, running, by layer": {
         "topology": topology("snfs", every=7),
-        "correction": {"name": "agent", "mode": "running", "coefficient": "gradient", "per_layer": True},
+        "correction": {"name": "agent", "mode": "running", "coefficient": {"name": "gradient", "per_layer": True}},
     },
     "mest, when it pays": {
         "topology": topology("mest", every=7),

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.catalogue import Catalogue
 from equipoise.config import build, call, checked, convert, parameters_of, parse_yaml, shown
 from equipoise.errors import UserError
 
@@ -37,6 +38,29 @@ class Options:
     numbers: tuple[float, ...] = ()
     table: str | Mapping[str, float] | Sequence[float] = "erk"
     inner: Inner = Inner()
+
+
+class Shape:
+    """The base of two dataclasses that are chosen by name."""
+
+
+@dataclass(frozen=True)
+class Circle(Shape):
+    radius: float = 1.0
+
+
+@dataclass(frozen=True)
+class Square(Shape):
+    side: float
+
+
+SHAPES: Catalogue[type[Shape]] = Catalogue("shape", {"circle": Circle, "square": Square})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    outline: Annotated[Shape, SHAPES] = Circle()
+    inside: Annotated[Shape, SHAPES] | None = None
 
 
 def made(**options: Any) -> Options:
@@ -86,8 +110,8 @@ def test_values_become_what_the_type_says(name: str, given: Any, expected: Any) 
         ("flag", 1, "part.flag=1: expected true or false"),
         ("flag", "yes", "expected true or false"),
         ("word", 3, "part.word=3: expected a word"),
-        ("choice", "up", "part.choice='up': it is one of left, right"),
-        ("choice", ["left"], "it is one of left, right"),
+        ("choice", "up", "part.choice='up': expected one of left, right"),
+        ("choice", ["left"], "expected one of left, right"),
         ("maybe", "x", "expected a whole number"),
         ("numbers", "12", "part.numbers: expected a list, got '12'"),
         ("numbers", {"a": 1}, "expected a list"),
@@ -107,12 +131,38 @@ def test_a_wrong_value_is_told_with_its_place_and_what_would_be_right(name: str,
 def test_unknown_and_missing_options_are_told() -> None:
     with pytest.raises(UserError, match=r'part: no option is called "cuont"; did you mean "count"\?'):
         made(cuont=1)
-    with pytest.raises(UserError, match="there is choice, count, flag"):
+    with pytest.raises(UserError, match="choose from choice, count, flag"):
         made(zzzz=1)
     with pytest.raises(UserError, match="part: options have names, not 7"):
         build(Options, {7: 1}, "part")  # type: ignore[dict-item]
     with pytest.raises(UserError, match="part: rate is missing"):
         build(Options, {}, "part")
+
+
+def test_a_named_part_is_built_from_a_catalogue() -> None:
+    assert build(Drawing, {}, "drawing") == Drawing()
+    assert build(Drawing, {"outline": "circle"}, "drawing") == Drawing()
+    given = {"outline": {"name": "square", "side": "2e0"}, "inside": {"name": "circle", "radius": 3}}
+    assert build(Drawing, given, "drawing") == Drawing(outline=Square(2.0), inside=Circle(3.0))
+    assert build(Drawing, {"inside": None}, "drawing") == Drawing()
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("sqare", 'no shape is called "sqare"; did you mean "square"?'),
+        ("square", "drawing.outline: side is missing"),
+        ({"name": "square", "side": "wide"}, "drawing.outline.side='wide': expected a number"),
+        ({"name": "circle", "side": 1}, 'drawing.outline: no option is called "side"; choose from radius'),
+        ({"radius": 1}, "drawing.outline: expected a name, or keys and values with a name among them"),
+        (3, "drawing.outline: expected a name"),
+        (None, "drawing.outline: expected a name"),
+    ],
+)
+def test_a_wrong_named_part_is_told(value: Any, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        build(Drawing, {"outline": value}, "drawing")
+    assert str(error.value).startswith(told)
 
 
 def test_functions_are_built_like_dataclasses() -> None:

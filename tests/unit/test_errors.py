@@ -1,4 +1,4 @@
-"""The line that a person sees of an error."""
+"""The printed line of an error."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def test_control_characters_are_written_out_and_letters_of_any_language_kept() -
 
 
 def test_of_a_long_text_the_ends_are_kept() -> None:
-    long = "no recipe is called " + "x" * 10_000 + "; there is digits"
+    long = "no recipe is called " + "x" * 10_000 + "; choose from digits"
     line = one_line(long)
     assert line.startswith("no recipe is called xxx")
-    assert line.endswith("xxx; there is digits")
+    assert line.endswith("xxx; choose from digits")
     assert " ... " in line
     assert one_line("y" * LONGEST) == "y" * LONGEST

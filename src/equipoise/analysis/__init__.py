@@ -1,5 +1,5 @@
-"""What happens inside a model: FLOPs, gradient statistics, and the bounds of the theory."""
+"""Analysis of a model: FLOPs, gradient statistics, and the convergence bounds of the theory."""
 
-from equipoise.analysis.gradients import Measurement, measure_gradients
+from equipoise.analysis.gradient_statistics import Measurement, measure_gradients
 
 __all__ = ["Measurement", "measure_gradients"]

@@ -1,13 +1,12 @@
-"""SGD, SVRG and AGENT on a small non-convex problem, measured against the bounds of `theory`.
+"""SGD, SVRG and AGENT on a small non-convex problem, compared with the bounds of `theory`.
 
-Everything the bounds ask for is known here (L, sigma, a lower bound of the loss) and everything else is as
-Appendix A has it: batches drawn with replacement, Theorem 1's step size and epoch length, the snapshot at the
-start of an epoch. All repeats of a method advance together, one row each, in float64.
+All quantities in the bounds are known here: L, sigma and a lower bound of the loss. The rest follows the paper's
+Appendix A: batches drawn with replacement, Theorem 1's step size and epoch length, a snapshot at the start of each
+epoch. All repeats of a method advance together, one row each, in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,20 +18,19 @@ from equipoise.errors import UserError
 
 Array = NDArray[np.float64]
 
-METHODS: Mapping[str, str] = {
-    "SGD": "no correction: c = 0",
-    "SVRG": "full correction: c = 1",
-    "AGENT": "gamma times the smoothed loss-based estimate, renewed every epoch",
-    "optimal c": "the c of least variance at every step, from all sample gradients",
-}
+METHODS = ("SGD", "SVRG", "AGENT")
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Non-convex losses l_i = 1 - cos(a_i . theta - y_i): find the theta whose phases are y.
+    """Non-convex losses l_i = 1 - cos(a_i . theta - y_i): find the theta with the phases y.
 
-    Curved down as often as up. l_i is |a_i|^2-smooth, its gradient is at most |a_i|, and no loss is below zero.
-    Parameters are rows, one for each repeat; the gradient of sample i is its slope times a_i.
+    l_i is |a_i|^2-smooth, the norm of its gradient is at most |a_i|, and its minimum is zero. Parameters are rows,
+    one for each repeat; the gradient of sample i is its slope times a_i.
+
+    Args:
+        features: a_i, one row per sample.
+        targets: y_i.
     """
 
     features: Array
@@ -40,7 +38,7 @@ class Phases:
 
     @classmethod
     def random(cls, samples: int = 200, dimensions: int = 5, noise: float = 0.5, seed: int = 0) -> Phases:
-        """Unit features in random directions; targets from a random theta, with Gaussian noise on the phase."""
+        """Unit features in random directions, and the phases of a random theta with Gaussian noise as targets."""
         rng = np.random.default_rng(seed)
         features = rng.standard_normal((samples, dimensions))
         features /= np.linalg.norm(features, axis=1, keepdims=True)
@@ -49,12 +47,12 @@ class Phases:
 
     @property
     def sigma(self) -> float:
-        """The largest norm a sample gradient can have."""
+        """The largest norm of a sample gradient."""
         return float(np.linalg.norm(self.features, axis=1).max())
 
     @property
     def smoothness(self) -> float:
-        """L of every sample's loss."""
+        """L of every sample loss."""
         return self.sigma**2
 
     def losses(self, theta: Array) -> Array:
@@ -62,7 +60,7 @@ class Phases:
         return 1 - np.cos(theta @ self.features.T - self.targets)
 
     def slopes(self, theta: Array) -> Array:
-        """Derivative of every sample's loss along its a_i, by repeat."""
+        """Derivative of every sample loss along its a_i, by repeat."""
         return np.sin(theta @ self.features.T - self.targets)
 
     def mean_gradient(self, slopes: Array) -> Array:
@@ -72,26 +70,19 @@ class Phases:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One method at the end of every epoch.
+    """One method, with an entry for the end of every epoch.
 
-    `average` is the mean of |grad l|^2 over all steps so far and over the repeats, `spread` its standard
-    deviation over the repeats, `coefficient` the mean weight of the old gradient in the epoch, `first` and
-    `second` the terms of Theorem 1's bound on `average`.
+    Attributes:
+        steps: Number of steps so far.
+        sample_gradients: Number of sample gradients computed so far.
+        average: Mean of |grad l|^2 over all steps so far and over the repeats.
+        bound: Theorem 1's bound on `average`.
     """
 
     steps: NDArray[np.int64]
     sample_gradients: NDArray[np.int64]
-    loss: Array
     average: Array
-    spread: Array
-    coefficient: Array
-    first: Array
-    second: Array
-
-    @property
-    def bound(self) -> Array:
-        """Both terms of the bound together."""
-        return self.first + self.second
+    bound: Array
 
 
 def trajectories(
@@ -106,17 +97,33 @@ def trajectories(
     smoothing: float = 0.3,
     seed: int = 0,
 ) -> dict[str, Trajectory]:
-    """Every method of `METHODS` from the same start on the same batches, with its bound.
+    """Run every method from the same start on the same batches.
 
-    The step size is eta = mu n / (L N^alpha); mu = 1/4 and alpha = 2/3 are Reddi et al.'s. `gamma` and
-    `smoothing` (the paper's alpha) are AGENT's. A step size at which SVRG has no bound is refused.
+    The step size is eta = mu n / (L N^alpha); mu = 1/4 and alpha = 2/3 are the values of Reddi et al.
+
+    Args:
+        problem: The problem; by default a random one.
+        mu: Factor of the step size.
+        alpha: Exponent of the step size.
+        batch_size: n.
+        epochs: Number of epochs.
+        repeats: Number of runs to average over.
+        gamma: AGENT's gamma.
+        smoothing: AGENT's smoothing factor, alpha in the paper.
+        seed: Seed of the start and of the batches.
+
+    Returns:
+        The trajectory of each method, by the names of `METHODS`.
+
+    Raises:
+        UserError: If SVRG has no bound at this step size.
     """
     if epochs < 1 or repeats < 1:
         raise UserError(f"epochs is {epochs} and repeats {repeats}; both must be at least 1")
     problem = problem or Phases.random()
     setting = setting_of_theorem(mu, problem.smoothness, batch_size, len(problem.targets), gamma, alpha)
     if not setting.svrg().admissible:
-        raise UserError(f"mu is {mu}, too large for a bound on SVRG (nu* = {setting.svrg().nu:.3g}); try 0.25")
+        raise UserError(f"mu={mu} is too large for a bound on SVRG (nu* = {setting.svrg().nu:.3g}); use 0.25")
     start = np.random.default_rng(seed).standard_normal((1, problem.features.shape[1]))
     result = {}
     for method in METHODS:
@@ -127,15 +134,14 @@ def trajectories(
 
 
 class _Epoch(NamedTuple):
-    """What one epoch leaves behind, by repeat."""
+    """Means over the steps of one epoch, by repeat."""
 
     squared_norm: Array
-    loss: Array
     coefficient: Array
 
 
 class _Walk:
-    """One method on its way, all repeats at once."""
+    """State of one method, for all repeats."""
 
     def __init__(
         self, problem: Phases, setting: Setting, method: str, smoothing: float, theta: Array, seed: int
@@ -146,20 +152,22 @@ class _Walk:
         self.rng = np.random.default_rng(seed)
 
     def epoch(self, first: bool) -> _Epoch:
-        """Take a snapshot, then Theorem 1's m steps."""
+        """Take a snapshot and then the m steps of Theorem 1."""
         if not first:
             fresh = loss_based_coefficient(self.problem, self.theta, self.snapshot, self.setting.batch_size)
             self.estimate = (1 - self.smoothing) * self.estimate + self.smoothing * fresh
         self.snapshot = self.theta
         steps = [self._step() for _ in range(self.setting.steps_per_epoch)]
         squared_norm, coefficient = (np.mean(column, axis=0) for column in zip(*steps, strict=True))
-        return _Epoch(squared_norm, self.problem.losses(self.theta).mean(1), coefficient[:, 0])
+        return _Epoch(squared_norm, coefficient[:, 0])
 
     def _step(self) -> tuple[Array, Array]:
-        """One step of the corrected gradient; |grad l|^2 before it, and its c."""
+        """Take one step; return |grad l|^2 before the step, and c."""
         problem, repeats = self.problem, len(self.theta)
         new, old = problem.slopes(self.theta), problem.slopes(self.snapshot)
-        c = self._coefficient(new, old)
+        c = self.setting.coefficient * self.estimate
+        if self.method != "AGENT":
+            c = np.full_like(c, float(self.method == "SVRG"))
         batch = self.rng.integers(len(problem.targets), size=(repeats, self.setting.batch_size))
         change = np.take_along_axis(new - c * old, batch, axis=1)
         estimator = np.einsum("rb,rbd->rd", change, problem.features[batch]) / self.setting.batch_size
@@ -167,19 +175,14 @@ class _Walk:
         self.theta = self.theta - self.setting.step_size * estimator
         return (problem.mean_gradient(new) ** 2).sum(1), c
 
-    def _coefficient(self, new: Array, old: Array) -> Array:
-        if self.method == "optimal c":
-            return optimal_coefficient(self.problem, new, old)
-        if self.method == "AGENT":
-            return self.setting.coefficient * self.estimate
-        return np.full_like(self.estimate, float(self.method == "SVRG"))
-
 
 def loss_based_coefficient(problem: Phases, now: Array, before: Array, batch_size: int) -> Array:
-    """Cov(l(B|now), l(B|before)) / Var(l(B|before)) over batches of the data in order, clamped to [0, 1]."""
+    """Cov(l(B|now), l(B|before)) / Var(l(B|before)) over consecutive batches of the data, clamped to [0, 1]."""
     batches = len(problem.targets) // batch_size
     if batches < 2:
-        raise UserError(f"the batch size is {batch_size}; the loss-based coefficient needs two batches at least")
+        raise UserError(
+            f"batch_size={batch_size} leaves fewer than the two batches that the loss-based coefficient needs"
+        )
     new, old = (
         problem.losses(theta)[:, : batches * batch_size].reshape(len(theta), batches, batch_size).mean(2)
         for theta in (now, before)
@@ -189,60 +192,35 @@ def loss_based_coefficient(problem: Phases, now: Array, before: Array, batch_siz
     return np.asarray(np.clip(ratio, 0, 1))
 
 
-def optimal_coefficient(problem: Phases, new: Array, old: Array) -> Array:
-    """The shared c* = tr Cov(g_new, g_old) / tr Var(g_old) over all samples, clamped to [0, 1]."""
-    square = (problem.features**2).sum(1)
-    mean_new, mean_old = problem.mean_gradient(new), problem.mean_gradient(old)
-    covariance = (new * old * square).mean(1) - (mean_new * mean_old).sum(1)
-    variance = (old**2 * square).mean(1) - (mean_old**2).sum(1)
-    return np.asarray(np.clip(covariance / variance, 0, 1))[:, None]
-
-
 def _trajectory(problem: Phases, setting: Setting, method: str, start: Array, records: list[_Epoch]) -> Trajectory:
-    squared, losses, coefficients = (np.array(column) for column in zip(*records, strict=True))
+    squared, coefficients = (np.array(column) for column in zip(*records, strict=True))
     epochs = np.arange(1, len(records) + 1)
     steps = epochs * setting.steps_per_epoch
     per_epoch = setting.batch_size * setting.steps_per_epoch
     cost = per_epoch if method == "SGD" else 2 * per_epoch + setting.samples
     average = squared.cumsum(0) / epochs[:, None]
-    gap = float(problem.losses(start).mean())  # no loss is below zero
-    first, second = _bounds(setting, method, coefficients, gap, problem.sigma, steps)
-    return Trajectory(
-        steps=steps,
-        sample_gradients=epochs * cost,
-        loss=losses.mean(1),
-        average=average.mean(1),
-        spread=average.std(1),
-        coefficient=coefficients.mean(1),
-        first=first,
-        second=second,
-    )
+    gap = float(problem.losses(start).mean())  # the minimum of every loss is zero
+    bound = _bound(setting, method, coefficients, gap, problem.sigma, steps)
+    return Trajectory(steps=steps, sample_gradients=epochs * cost, average=average.mean(1), bound=bound)
 
 
-def _bounds(
+def _bound(
     setting: Setting, method: str, coefficients: Array, gap: float, sigma: float, steps: NDArray[np.int64]
-) -> tuple[Array, Array]:
-    """Both terms of the method's bound after each number of steps.
+) -> Array:
+    """The method's bound after each number of steps.
 
-    AGENT's c lies anywhere in [0, gamma]: phi is least at gamma, and the noise is that of the c's used, averaged
-    over repeats and epochs. The c of least variance does at least as well at every step as any constant c, so
-    every constant's bound holds for it, and the least is taken.
+    AGENT's c varies in [0, gamma]. phi is smallest at gamma, and the noise is averaged over the c's used in the
+    repeats and epochs so far.
     """
-    if method == "AGENT":
-        worst = setting.bound(gap, sigma, 1)
-        used = [[_noise(setting.at(c)) for c in row] for row in coefficients.tolist()]
-        noise = np.mean(used, axis=1).cumsum() / np.arange(1, len(used) + 1)
-        return worst.first / steps, worst.second * noise / _noise(setting)
-    arms = {"SGD": [setting.sgd()], "SVRG": [setting.svrg()]}.get(
-        method, [setting.sgd(), setting.svrg(), *(setting.at(float(c)) for c in np.linspace(0, 1, 51))]
-    )
-    bounds = [arm.bound(gap, sigma, 1) for arm in arms if arm.admissible]
-    first = np.array([bound.first for bound in bounds])[:, None] / steps
-    second = np.array([bound.second for bound in bounds])[:, None] + 0 * steps
-    best = (first + second).argmin(0), np.arange(len(steps))
-    return first[best], second[best]
+    if method != "AGENT":
+        bound = (setting.sgd() if method == "SGD" else setting.svrg()).bound(gap, sigma, 1)
+        return np.asarray(bound.first / steps + bound.second)
+    worst = setting.bound(gap, sigma, 1)
+    used = [[_noise(setting.at(c)) for c in row] for row in coefficients.tolist()]
+    noise = np.mean(used, axis=1).cumsum() / np.arange(1, len(used) + 1)
+    return np.asarray(worst.first / steps + worst.second * noise / _noise(setting))
 
 
 def _noise(setting: Setting) -> float:
-    """The part of the second term that depends on c other than through phi."""
+    """The factor of the second term that depends on c other than through phi."""
     return setting.noise_weight * setting.kappa

@@ -1,11 +1,10 @@
-"""What a network costs: FLOPs by layer, dense and sparse, for inference and training, and passes over samples.
+"""FLOPs of a network by layer, dense and sparse, for inference and training; and passes over samples.
 
-Conventions. A multiply-add is 2 FLOPs. Matrix products are counted (linear, convolution, transposed convolution,
-attention); biases, norms, activations and pooling are not, nor are products a model writes without a module.
-A sparse weight costs its density. The backward pass is two products of the forward's size, one for the gradient
-of the input and one for that of the weight, so training costs three forwards: the convention of RigL (Evci et al.,
-"Rigging the lottery", ICML 2020, appendix). `exact=True` leaves out the products autograd does not compute: the
-input gradient of layers that nothing trainable comes before, and the weight gradient of frozen weights.
+A multiply-add is 2 FLOPs. Matrix products in modules are counted (linear, convolution, transposed convolution,
+attention). Biases, norms, activations, pooling and products outside of modules are not. A sparse weight costs its
+density. The backward pass is two products of the forward's size, one for the gradient of the input and one for that
+of the weight, so training costs three forward passes, as in RigL (Evci et al., "Rigging the lottery", ICML 2020,
+appendix).
 """
 
 from __future__ import annotations
@@ -23,12 +22,17 @@ from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import UserError
 from equipoise.kernels.blocked import Blocked
+from equipoise.modules import preserved_modes
 from equipoise.storage.packed_modules import PackedLayer
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """FLOPs of one weight for the example input; `name` is the parameter's, or the module's where it has none."""
+    """FLOPs of one weight for the example input.
+
+    `name` is the name of the parameter. Products of two activations are named after their module and have an empty
+    shape.
+    """
 
     name: str
     kind: str
@@ -43,25 +47,25 @@ def count(
     model: nn.Module,
     example_input: Tensor | tuple[Any, ...],
     densities: Mapping[str, float] | None = None,
-    *,
-    exact: bool = False,
 ) -> list[LayerCost]:
-    """FLOPs of every layer for `example_input` (a batch of one gives the cost of a sample), in order of use.
+    """FLOPs of every layer, in order of use. The model is run once in eval mode and left unchanged.
 
-    `densities` gives the density of parameters by name, 1 where it has none; packed layers know theirs.
-    `example_input` is what the model is called with, a tuple for several arguments. The model is run once in eval
-    mode and left as it was.
+    Args:
+        model: The network, in masked or packed storage.
+        example_input: Argument of the model, or a tuple of arguments; a batch of one gives the cost of a sample.
+        densities: Density of parameters by name; 1 by default. Packed layers have their own.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
     density = _by_parameter(names, densities or {})
     products: list[_Product] = []
-    with _eval_mode(model), _hooked(model, products.append), torch.enable_grad():
-        model(*(example_input if isinstance(example_input, tuple) else (example_input,)))
-    return _merged(product.cost(density, exact) for product in products)
+    # With gradients enabled, because the fused inference path of torch's transformer layers bypasses hooks.
+    with preserved_modes(model), _hooked(model, products.append), torch.enable_grad():
+        model.eval()(*(example_input if isinstance(example_input, tuple) else (example_input,)))
+    return _merged(product.cost(density) for product in products)
 
 
 def total(costs: Iterable[LayerCost]) -> LayerCost:
-    """The sum over the layers; its shape is the number of weights."""
+    """Sum over the layers; its shape is the number of weights."""
     costs = list(costs)
 
     def summed(field: str) -> int:
@@ -80,11 +84,15 @@ def total(costs: Iterable[LayerCost]) -> LayerCost:
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes over samples: a batch of 128 run forward is 128.
+    """Number of passes over samples: a forward pass over a batch of 128 counts as 128.
 
-    `sample_gradients` are the backward passes that gave the gradient of the weights; the others, as in an attack,
-    gave only that of the input. `dense_gradients` are the sample gradients taken on all weights and not only on the
-    active ones, as RigL's growth needs.
+    Args:
+        forward: Forward passes.
+        backward: Backward passes.
+        sample_gradients: Backward passes that computed the gradient of the weights; the others, as in an attack,
+            computed only that of the input.
+        dense_gradients: Sample gradients computed for all weights rather than the active ones, as RigL's growth
+            requires.
     """
 
     forward: int = 0
@@ -94,21 +102,11 @@ class Passes:
 
     def __post_init__(self) -> None:
         if not 0 <= self.dense_gradients <= self.sample_gradients <= self.backward <= self.forward:
-            raise UserError(f"{self} cannot be; dense gradients <= sample gradients <= backward <= forward")
-
-    @classmethod
-    def evaluation(cls, samples: int) -> Passes:
-        """Forward only."""
-        return cls(samples)
-
-    @classmethod
-    def training(cls, samples: int, dense: bool = False) -> Passes:
-        """Forward and backward to the weights: the active ones, or all if `dense`."""
-        return cls(samples, samples, samples, samples if dense else 0)
+            raise UserError(f"{self}: dense_gradients <= sample_gradients <= backward <= forward must hold")
 
     @classmethod
     def attack(cls, samples: int, steps: int) -> Passes:
-        """Forward and backward to the input, `steps` times."""
+        """`steps` forward passes and as many backward passes to the input."""
         return cls(samples * steps, samples * steps)
 
     def __add__(self, other: Passes) -> Passes:
@@ -121,54 +119,37 @@ class Passes:
             self.dense_gradients + other.dense_gradients,
         )
 
-    def __radd__(self, other: int) -> Passes:
-        """Lets `sum` start from its 0."""
-        return self if other == 0 else NotImplemented
-
     def dense_flops(self, sample: LayerCost) -> int:
-        """FLOPs on a dense network; `sample` is the `total` of a batch of one."""
+        """FLOPs of a dense network; `sample` is the `total` for a batch of one."""
         return self._flops(sample.dense_forward, sample.dense_training)
 
     def sparse_flops(self, sample: LayerCost) -> int:
-        """FLOPs when a sparse weight costs its density, in all but the dense gradients."""
+        """FLOPs if a sparse weight costs its density, except in dense gradients."""
         regrowth = self.dense_gradients * (sample.dense_forward - sample.sparse_forward)
         return self._flops(sample.sparse_forward, sample.sparse_training) + regrowth
 
     def _flops(self, forward: int, training: int) -> int:
-        """An attack's backward pass is one product a layer and goes on to the input."""
+        """A backward pass to the input is one product per layer."""
         to_input = self.backward - self.sample_gradients
         return (self.forward - self.sample_gradients + to_input) * forward + self.sample_gradients * training
 
 
 @dataclass(frozen=True)
 class _Product:
-    """One matrix product of a forward pass and which gradients autograd would want of it.
-
-    A product of two activations has no weight: `input_gradient` then stands for both of its operands.
-    """
+    """One matrix product of a forward pass; `weight` is None for a product of two activations."""
 
     name: str
     kind: str
     weight: Tensor | None
-    forward: int
-    input_gradient: bool
+    flops: int
     packed: PackedLayer | None = None
 
-    def cost(self, density: Mapping[int, float], exact: bool) -> LayerCost:
-        other_gradient = self.input_gradient if self.weight is None else self.weight.requires_grad
-        products = 1 + self.input_gradient + other_gradient if exact else 3
+    def cost(self, density: Mapping[int, float]) -> LayerCost:
         own = 1.0 if self.packed is None else self.packed.density
-        sparse = round(self.forward * density.get(id(self.weight), own))
+        sparse = round(self.flops * density.get(id(self.weight), own))
         shape = () if self.weight is None else tuple(self.weight.shape)
         shape = shape if self.packed is None else self.packed.weight_shape
-        return LayerCost(
-            self.name, self.kind, shape, self.forward, sparse, products * self.forward, products * sparse
-        )
-
-
-def _weighted(name: str, kind: str, weight: Tensor, given: Tensor, uses: int) -> _Product:
-    """The product in which every element of `weight` is used `uses` times on `given`."""
-    return _Product(name, kind, weight, 2 * weight.numel() * uses, given.requires_grad)
+        return LayerCost(self.name, self.kind, shape, self.flops, sparse, 3 * self.flops, 3 * sparse)
 
 
 Arguments: TypeAlias = Mapping[str, Any]
@@ -177,43 +158,40 @@ Rule: TypeAlias = Callable[[str, Any, Arguments, Any], Iterator[_Product]]
 
 def _linear(path: str, layer: nn.Linear, arguments: Arguments, output: Tensor) -> Iterator[_Product]:
     uses = output.numel() // layer.out_features
-    yield _weighted(f"{path}weight", "linear", layer.weight, arguments["input"], uses)
+    yield _Product(f"{path}weight", "linear", layer.weight, 2 * layer.weight.numel() * uses)
 
 
 def _convolution(path: str, layer: nn.Conv2d, arguments: Arguments, output: Tensor) -> Iterator[_Product]:
-    kind, uses = type(layer).__name__.lower(), output.numel() // layer.out_channels
-    yield _weighted(f"{path}weight", kind, layer.weight, arguments["input"], uses)
+    uses = output.numel() // layer.out_channels
+    yield _Product(f"{path}weight", type(layer).__name__.lower(), layer.weight, 2 * layer.weight.numel() * uses)
 
 
 def _transposed(path: str, layer: nn.ConvTranspose2d, arguments: Arguments, _: Tensor) -> Iterator[_Product]:
-    given, kind = arguments["input"], type(layer).__name__.lower()
-    yield _weighted(f"{path}weight", kind, layer.weight, given, given.numel() // layer.in_channels)
+    uses = arguments["input"].numel() // layer.in_channels
+    yield _Product(f"{path}weight", type(layer).__name__.lower(), layer.weight, 2 * layer.weight.numel() * uses)
 
 
 def _attention(path: str, layer: nn.MultiheadAttention, arguments: Arguments, _: Any) -> Iterator[_Product]:
-    """The projections of queries, keys and values, both products of the attention itself, and the way out."""
+    """Projections of queries, keys and values, both products of the attention itself, and the output projection."""
     given = [arguments[role] for role in ("query", "key", "value")]
     tokens = [tensor.numel() // tensor.shape[-1] for tensor in given]
-    packed = layer.in_proj_weight
-    weights = [packed] * 3 if packed is not None else [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
-    leaves = ["in_proj_weight"] * 3 if packed is not None else [f"{letter}_proj_weight" for letter in "qkv"]
-    flows = any(tensor.requires_grad for tensor in (*given, *weights))
-    for weight, leaf, tensor, uses in zip(weights, leaves, given, tokens, strict=True):
-        flops = 2 * layer.embed_dim * tensor.shape[-1] * uses  # a packed weight is used a third at a time
-        yield _Product(f"{path}{leaf}", "attention", weight, flops, tensor.requires_grad)
+    joint = layer.in_proj_weight is not None
+    leaves = ["in_proj_weight"] * 3 if joint else [f"{letter}_proj_weight" for letter in "qkv"]
+    for leaf, tensor, uses in zip(leaves, given, tokens, strict=True):
+        flops = 2 * layer.embed_dim * tensor.shape[-1] * uses  # a third of a joint weight for each of the three
+        yield _Product(f"{path}{leaf}", "attention", getattr(layer, leaf), flops)
     keys = arguments["key"].shape[1 if layer.batch_first and arguments["key"].dim() == 3 else 0]
-    yield _Product(f"{path}scores", "attention", None, 4 * tokens[0] * keys * layer.embed_dim, flows)
+    yield _Product(f"{path}scores", "attention", None, 4 * tokens[0] * keys * layer.embed_dim)
     out = layer.out_proj.weight
-    yield _Product(f"{path}out_proj.weight", "attention", out, 2 * out.numel() * tokens[0], flows)
+    yield _Product(f"{path}out_proj.weight", "attention", out, 2 * out.numel() * tokens[0])
 
 
 def _packed(path: str, layer: PackedLayer, arguments: Arguments, output: Tensor | Blocked) -> Iterator[_Product]:
-    """Counted as the layer that was packed, under the name of its weight; a packed weight knows its own density."""
-    given, shape = arguments["x"], output.plain_shape if isinstance(output, Blocked) else output.shape
+    """Counted like the layer before packing, under the name of its weight."""
+    shape = output.plain_shape if isinstance(output, Blocked) else output.shape
     flops = 2 * layer.shape.weight_numel * (math.prod(shape) // layer.shape.out_channels)
-    flows = (given.data if isinstance(given, Blocked) else given).requires_grad
     kind = type(layer).__name__.removeprefix("Packed").lower()
-    yield _Product(f"{path}weight", kind, layer.values, flops, flows, layer)
+    yield _Product(f"{path}weight", kind, layer.values, flops, layer)
 
 
 RULES: tuple[tuple[tuple[type[nn.Module], ...], Rule], ...] = (
@@ -223,7 +201,7 @@ RULES: tuple[tuple[tuple[type[nn.Module], ...], Rule], ...] = (
     ((nn.MultiheadAttention,), _attention),
     ((PackedLayer,), _packed),
 )
-"""How the products of a module are read off one call of it."""
+"""The rules that derive the products of a module from one call of it."""
 
 
 @contextmanager
@@ -252,30 +230,18 @@ def _hooked(model: nn.Module, record: Callable[[_Product], None]) -> Iterator[No
             handle.remove()
 
 
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode, so that no running statistics or dropout mask is touched; then each module's own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 def _by_parameter(parameters: Mapping[str, Tensor], densities: Mapping[str, float]) -> dict[int, float]:
-    """Densities by the identity of the parameter, so that tied weights share theirs."""
+    """Densities by the id of the parameter, so that tied weights share one."""
     for name, density in densities.items():
         if name not in parameters:
             raise UserError(f'no parameter is called "{name}"; the names are those of model.named_parameters()')
         if not 0 <= density <= 1:
-            raise UserError(f"the density of {name} is {density}; it must lie in [0, 1]")
+            raise UserError(f"the density of {name} is {density}; it must be in [0, 1]")
     return {id(parameters[name]): density for name, density in densities.items()}
 
 
 def _merged(costs: Iterable[LayerCost]) -> list[LayerCost]:
-    """One entry a name: a weight used several times costs as often."""
+    """Sum the costs of each name: a weight may be used several times."""
     groups: dict[str, list[LayerCost]] = {}
     for cost in costs:
         groups.setdefault(cost.name, []).append(cost)

@@ -1,29 +1,46 @@
-"""What can be chosen by name, as `equipoise list` shows it."""
+"""`equipoise list`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+import typer
 
 from equipoise.catalogue import Catalogue
-from equipoise.data import DATASETS
-from equipoise.studies.design import packaged_studies, read_design
-from equipoise.studies.metrics import METRICS
-from equipoise.studies.robust import JUDGES
-from equipoise.training.recipe import CATALOGUES, packaged_recipes
+from equipoise.cli.common import console
 
 PLURALS = {"topology": "topologies"}
 NOTES = {
     "recipes": "equipoise train RECIPE [OVERLAY ...] [key=value ...], such as\n"
     "equipoise train bsr-vgg16-cifar10-at agent bsr-own-schedule topology.sparsity=0.9",
-    "topologies": "Every dynamic topology is also there as NAME-itop, on ITOP's schedule.",
+    "topologies": "Every dynamic topology also exists as NAME-itop, on ITOP's schedule.",
     "attacks": "equipoise eval RUN --attack NAME",
     "studies": "equipoise study NAME --data DIR",
-    "metrics": "What a claim of a study is about.",
+    "metrics": "A claim of a study is about one of these.",
 }
 
 
-def all_kinds() -> Catalogue[Mapping[str, str]]:
-    """Names and what they mean, by kind."""
+def list_names(
+    kind: Annotated[str | None, typer.Argument(help="Only one kind: recipes, models, data, ...")] = None,
+) -> None:
+    """List the names that can be used: recipes, topologies, corrections, models, data, attacks, studies and more."""
+    kinds = _all_kinds()
+    for name in kinds if kind is None else [kind]:
+        entries = kinds[name]
+        console.print(name, style="bold")
+        for line in _lines(name, entries):
+            console.print(line)
+
+
+def _all_kinds() -> Catalogue[Mapping[str, str]]:
+    """Return descriptions by name, by kind."""
+    from equipoise.data import DATASETS
+    from equipoise.studies.design import packaged_studies, read_design
+    from equipoise.studies.metrics import METRICS
+    from equipoise.studies.robust import JUDGES
+    from equipoise.training.recipe import CATALOGUES, packaged_recipes
+
     kinds: dict[str, Mapping[str, str]] = {"recipes": packaged_recipes()}
     kinds |= {PLURALS.get(name, f"{name}s"): catalogue.describe() for name, catalogue in CATALOGUES.items()}
     kinds |= {"data": DATASETS.describe(), "attacks": JUDGES.describe()}
@@ -32,8 +49,8 @@ def all_kinds() -> Catalogue[Mapping[str, str]]:
     return Catalogue("kind", kinds)
 
 
-def lines_of(kind: str, entries: Mapping[str, str]) -> Iterator[str]:
-    """One line for each name; those of recipes under the family that their description begins with."""
+def _lines(kind: str, entries: Mapping[str, str]) -> Iterator[str]:
+    """Yield one line per name. Recipes are grouped by the family that their description begins with."""
     width = max(map(len, entries), default=0)
     for family, members in _families(entries).items() if kind == "recipes" else [("", entries)]:
         if family:
@@ -45,7 +62,7 @@ def lines_of(kind: str, entries: Mapping[str, str]) -> Iterator[str]:
 
 
 def _families(recipes: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """`family: description` taken apart; overlays, which are no recipes by themselves, last."""
+    """Group `family: description` by family; overlays, which are not complete recipes, come last."""
     families: dict[str, dict[str, str]] = {}
     for name, line in recipes.items():
         family, _, description = line.partition(": ")

@@ -1,13 +1,14 @@
-"""Which gradient is used: adaptive gradient correction and its relatives."""
+"""Which gradient is used: adaptive gradient correction and related methods."""
 
 from __future__ import annotations
 
 from equipoise.catalogue import Catalogue
 from equipoise.correction.agent import Agent, AgentNoGamma, AgentReducedRate, FixedC
+from equipoise.correction.coefficient import COEFFICIENTS, Fixed, Gradient, Linear, Loss
 from equipoise.correction.correction import Correction
-from equipoise.correction.cost import Plan
+from equipoise.correction.cost import CostEstimate
 from equipoise.correction.estimator import Estimator
-from equipoise.correction.finite import NonFiniteLoss
+from equipoise.correction.gradients import Gradients
 from equipoise.correction.mvr import MVR, AgentMVR
 from equipoise.correction.saga import SAGA
 from equipoise.correction.svrg import SGD, SVRG, AlphaSVRG
@@ -29,6 +30,7 @@ CORRECTIONS: Catalogue[type[Estimator]] = Catalogue(
 )
 
 __all__ = [
+    "COEFFICIENTS",
     "CORRECTIONS",
     "MVR",
     "SAGA",
@@ -40,8 +42,12 @@ __all__ = [
     "AgentReducedRate",
     "AlphaSVRG",
     "Correction",
+    "CostEstimate",
     "Estimator",
+    "Fixed",
     "FixedC",
-    "NonFiniteLoss",
-    "Plan",
+    "Gradient",
+    "Gradients",
+    "Linear",
+    "Loss",
 ]

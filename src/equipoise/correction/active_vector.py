@@ -1,108 +1,113 @@
-"""The coordinates that a correction speaks of, as one flat vector."""
+"""The active weights of a model as one flat vector."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.storage.layer import Layer
-from equipoise.topology import Topology
+from equipoise.storage.sparse_weight import SparseWeight
 
 
-class Coordinates:
-    """Where the active weights were at a snapshot: parameters to one flat vector and back.
+class SparseLayers(Protocol):
+    """What an active vector needs of a topology: its layers, and how often their masks have changed."""
 
-    All trainable parameters take part (biases and norms too, as in the paper); of a sparse weight only the places
-    that are active when this object is made. g_old, g̃ and replay tables are vectors in these coordinates, so they
-    have the size of the active weights. With `every_place` the inactive ones are kept too, for growth by the
-    corrected gradient.
+    layers: list[SparseWeight]
+    updates: int
+
+
+class ActiveVector:
+    """Maps tensors shaped like the parameters to one flat vector of the active weights, and back.
+
+    The vector has an entry for every weight of a dense parameter (biases and norms take part, as in the paper) and
+    for every weight of a sparse parameter that is active when this object is made. Gradients at the snapshot and
+    tables of them are such vectors, so their size is the number of active weights.
+
+    Args:
+        parameters: The parameters that are corrected, in the order of the vector.
+        topology: The topology of the model, if it has one.
+        every_index: Keep the inactive weights too, for growth by the corrected gradient.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], topology: Topology | None = None, every_place: bool = False
+        self, parameters: Sequence[nn.Parameter], topology: SparseLayers | None = None, every_index: bool = False
     ) -> None:
         self.parameters = list(parameters)
         self.topology = topology
-        self.every_place = every_place
-        self.made_at = 0 if topology is None else topology.updates  # the masks of then
+        self.every_index = every_index
+        self.dtype = max((p.dtype for p in self.parameters), key=lambda d: torch.finfo(d).bits)
         layers = {id(layer.parameter): layer for layer in topology.layers} if topology else {}
         self._layers = [layers.get(id(p)) for p in self.parameters]
-        # int32 suffices for any layer and is what the indexing kernels accept at half the memory
-        self.index = [
-            None if layer is None or layer.active == layer.size or every_place else _places(layer)
-            for layer in self._layers
-        ]
-        self._measure()
-        self.dtype = max((p.dtype for p in self.parameters), key=lambda d: torch.finfo(d).bits)
-        self._live: tuple[int, Tensor] | None = None
-        self._used: set[int] = set()  # parameters that had a gradient in some batch
+        self.used: set[int] = set()  # parameters that took part in the loss of some batch
+        self._take_active()
 
-    def _measure(self) -> None:
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def _take_active(self) -> None:
+        every = self.every_index
+        indices = [None if not x or x.active == x.size or every else _active_indices(x) for x in self._layers]
+        self._set_indices(indices, 0 if self.topology is None else self.topology.updates)
+
+    def _set_indices(self, indices: list[Tensor | None], made_at: int) -> None:
+        self.indices = indices  # of each parameter, flat and ascending; None: all
+        self.made_at = made_at  # topology updates before this vector
         self.sizes = [
             len(index) if index is not None else parameter.numel() if layer is None else layer.size
-            for parameter, layer, index in zip(self.parameters, self._layers, self.index, strict=True)
+            for parameter, layer, index in zip(self.parameters, self._layers, indices, strict=True)
         ]
         self.size = sum(self.sizes)
+        self._live: tuple[int, Tensor] | None = None
 
-    def _have(self, i: int) -> Tensor | None:
-        """The places that a tensor shaped like the i-th parameter holds now; None: all. A snapshot has its own."""
+    def _stored(self, i: int) -> Tensor | None:
+        """Return the indices that the i-th parameter holds at present; None: all."""
         layer = self._layers[i]
         return None if layer is None else layer.index
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Tensors shaped like the parameters, at these coordinates; None is zero."""
+        """Return tensors shaped like the parameters as one vector; None stands for zeros."""
         parts = []
-        for i, (parameter, tensor, size) in enumerate(zip(self.parameters, tensors, self.sizes, strict=True)):
+        for i, (tensor, size) in enumerate(zip(tensors, self.sizes, strict=True)):
             if tensor is None:
-                parts.append(torch.zeros(size, dtype=self.dtype, device=parameter.device))
+                parts.append(torch.zeros(size, dtype=self.dtype, device=self.parameters[i].device))
             else:
                 flat = tensor.detach().reshape(-1)
-                parts.append(_select(flat, self._have(i), self.index[i], size).to(self.dtype))
+                parts.append(_select(flat, self._stored(i), self.indices[i], size).to(self.dtype))
         return torch.cat(parts)
 
+    def pack_gradients(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Like `pack`, and remember which parameters have a gradient."""
+        self.used.update(i for i, gradient in enumerate(gradients) if gradient is not None)
+        return self.pack(gradients)
+
     def unpack(self, vector: Tensor) -> list[Tensor]:
-        """The opposite of `pack`: tensors shaped like the parameters, zero at places without a coordinate."""
+        """Return the vector as tensors shaped like the parameters, zero at weights that are not in it."""
         parts = vector.split(self.sizes)
         return [
-            _select(part, self.index[i], self._have(i), parameter.numel()).view(parameter.shape)
+            _select(part, self.indices[i], self._stored(i), parameter.numel()).view(parameter.shape)
             for i, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True))
         ]
 
+    @torch.no_grad()
+    def add_to(self, tensors: Sequence[Tensor | None], vector: Tensor) -> None:
+        """Add the vector in place to tensors shaped like the parameters; None is left out."""
+        for i, (tensor, part) in enumerate(zip(tensors, vector.split(self.sizes), strict=True)):
+            if tensor is not None:
+                _add(tensor, self._stored(i), self.indices[i], part.to(tensor.dtype))
+
     def spread(self, values: Tensor) -> Tensor:
-        """One value per parameter, repeated at each of its coordinates."""
+        """Repeat one value per parameter at each of its entries."""
         return torch.cat([value.expand(size) for value, size in zip(values, self.sizes, strict=True)])
 
-    def differentiate(self, loss: Tensor) -> Tensor:
-        """The gradient of a loss, at these coordinates, without touching `.grad`."""
-        wanted = [p for p in self.parameters if p.requires_grad]  # some may be frozen since
-        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-        return self._pack_gradients([next(found) if p.requires_grad else None for p in self.parameters])
-
-    def gradients(self) -> Tensor:
-        """What `.grad` holds now, at these coordinates."""
-        return self._pack_gradients([p.grad for p in self.parameters])
-
-    def _pack_gradients(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        self._used.update(i for i, gradient in enumerate(gradients) if gradient is not None)
-        return self.pack(gradients)
-
-    @torch.no_grad()
-    def add_to_gradients(self, vector: Tensor) -> None:
-        """Add to `.grad`, also of a parameter that took part in other batches but not in this one."""
-        for i, (parameter, part) in enumerate(zip(self.parameters, vector.split(self.sizes), strict=True)):
-            if parameter.grad is None and parameter.requires_grad and i in self._used:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                _add(parameter.grad, self._have(i), self.index[i], part.to(parameter.grad.dtype))
-
     def live(self) -> Tensor | None:
-        """1 where a coordinate is active now, 0 where it is not; None where all are."""
-        if self.topology is None or (self.topology.updates == self.made_at and not self.every_place):
+        """Return 1 for entries whose weight is active at present and 0 for the others; None if all are."""
+        if self.topology is None or (self.topology.updates == self.made_at and not self.every_index):
             return None
         if self._live is None or self._live[0] != self.topology.updates:
             masks = [
@@ -114,47 +119,47 @@ class Coordinates:
             self._live = (self.topology.updates, self.pack(masks))
         return self._live[1]
 
-    def renewed(self) -> Coordinates:
-        """The same parameters, at the places that are active now."""
-        new = Coordinates(self.parameters, self.topology, self.every_place)
-        new._used = set(self._used)
+    def renewed(self) -> Self:
+        """Return the vector of the same parameters at the weights that are active at present."""
+        new = copy.copy(self)
+        new.used = set(self.used)
+        new._take_active()
         return new
 
-    def same_parameters(self, other: Coordinates) -> bool:
+    def same_parameters(self, other: ActiveVector) -> bool:
         return [id(p) for p in self.parameters] == [id(p) for p in other.parameters]
 
-    def known_to(self, older: Coordinates) -> Tensor:
-        """1 at the coordinates that `older` has too."""
-        return self.translate(older, torch.ones(older.size, dtype=self.dtype, device=self.parameters[0].device))
+    def known_to(self, older: ActiveVector) -> Tensor:
+        """Return 1 for entries that `older` has too and 0 for the others."""
+        return self.translate(older, torch.ones(older.size, dtype=self.dtype, device=self.device))
 
-    def translate(self, older: Coordinates, vector: Tensor) -> Tensor:
-        """A vector in older coordinates, in these; zero where it had none."""
-        parts = zip(vector.split(older.sizes), older.index, self.index, self.sizes, strict=True)
+    def translate(self, older: ActiveVector, vector: Tensor) -> Tensor:
+        """Return a vector of `older` with the entries of this one; entries that `older` has not are zero."""
+        parts = zip(vector.split(older.sizes), older.indices, self.indices, self.sizes, strict=True)
         return torch.cat([_select(part, have, want, size) for part, have, want, size in parts])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"index": self.index, "made_at": self.made_at, "used": sorted(self._used)}
+        return {"indices": self.indices, "made_at": self.made_at, "used": sorted(self.used)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state["index"]) != len(self.parameters):
-            there, here = len(state["index"]), len(self.parameters)
-            raise UserError(f"the state is of {there} trainable parameters, the model has {here}")
-        device = self.parameters[0].device
-        self.index = [None if index is None else index.to(device) for index in state["index"]]
-        self.made_at, self._used, self._live = state["made_at"], set(state["used"]), None
-        self._measure()
+        saved, here = len(state["indices"]), len(self.parameters)
+        if saved != here:
+            raise UserError(f"the state has {saved} trainable parameters and the model has {here}")
+        self.used = set(state["used"])
+        indices = [None if index is None else index.to(self.device) for index in state["indices"]]
+        self._set_indices(indices, state["made_at"])
 
 
-def _places(layer: Layer) -> Tensor:
-    return (
-        layer.mask().reshape(-1).nonzero().squeeze(1).to(torch.int32) if layer.index is None else layer.index.clone()
-    )
+def _active_indices(layer: SparseWeight) -> Tensor:
+    if layer.index is not None:
+        return layer.index.clone()
+    return layer.mask().reshape(-1).nonzero().squeeze(1).to(torch.int32)  # half the memory, enough for any layer
 
 
 def _select(flat: Tensor, have: Tensor | None, want: Tensor | None, size: int) -> Tensor:
-    """The values of a vector that is at the places `have`, at the `size` places `want`: zero where it has none.
+    """Return the values at the `size` indices `want` of a vector at the indices `have`; missing ones are zero.
 
-    None stands for all places in order; the others are ascending.
+    Indices are ascending; None stands for all of them.
     """
     if have is None or len(have) == 0:
         return flat.new_zeros(size) if have is not None else flat if want is None else flat.index_select(0, want)
@@ -167,7 +172,7 @@ def _select(flat: Tensor, have: Tensor | None, want: Tensor | None, size: int) -
 
 
 def _add(tensor: Tensor, have: Tensor | None, index: Tensor | None, part: Tensor) -> None:
-    """Add a flat vector at the places `index` to a tensor that holds the places `have`."""
+    """Add a vector at the indices `index` to a tensor that holds the indices `have`."""
     if have is not None:
         part, index = _select(part, index, have, len(have)), None
     if index is None:

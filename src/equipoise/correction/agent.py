@@ -1,22 +1,23 @@
-"""Adaptive gradient correction and its ablations."""
+"""Adaptive gradient correction (AGENT) and its ablations."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from equipoise.correction.estimator import CoefficientName, Estimator
+from equipoise.correction.coefficient import CoefficientChoice, Fixed, Loss
+from equipoise.correction.estimator import Estimator
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agent(Estimator):
     """AGENT (Lei et al. 2024, Algorithm 1): g = g_new - γ·c·(g_old - g̃), c smoothed from the covariance of losses.
 
-    Defaults of the paper: γ = 0.1, α = 0.3, c₀ = 0, a full pass and a new snapshot every epoch.
+    The defaults are those of the paper: γ = 0.1, α = 0.3, c₀ = 0, a full pass and a new snapshot every epoch.
     """
 
     gamma: float = 0.1
-    coefficient: CoefficientName = "loss"
+    coefficient: CoefficientChoice = field(default=Loss())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,4 +38,4 @@ class AgentReducedRate(AgentNoGamma):
 class FixedC(Estimator):
     """A constant weight c = 0.1 (the paper's ablation "Fixed c")."""
 
-    value: float = 0.1
+    coefficient: CoefficientChoice = field(default=Fixed(0.1))

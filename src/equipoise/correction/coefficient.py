@@ -1,36 +1,139 @@
-"""How related the old gradient still is: the weight c of the correction."""
+"""The coefficient c of a correction: its options, and its running estimate."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Weight = float | Tensor  # one number, or one for every parameter
+from equipoise.catalogue import Catalogue
+from equipoise.errors import UserError
+
+Weight = float | Tensor  # one number, or one per parameter
+
+
+class CoefficientOptions:
+    """Base of the coefficient options: each is a frozen dataclass that makes the coefficient of a run."""
+
+    def make(self) -> Coefficient:
+        raise NotImplementedError
+
+
+CoefficientChoice = str | Mapping[str, Any] | CoefficientOptions  # how users choose one
+
+
+@dataclass(frozen=True)
+class Fixed(CoefficientOptions):
+    """A constant c = `value`; c = 1 is SVRG."""
+
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_finite("value", self.value)
+
+    def make(self) -> Coefficient:
+        return ScheduledCoefficient(self.value, self.value)
+
+
+@dataclass(frozen=True)
+class Linear(CoefficientOptions):
+    """c falls linearly from `start` to 0 over training (alpha-SVRG, Yin et al. 2023)."""
+
+    start: float = 0.75
+
+    def __post_init__(self) -> None:
+        _check_finite("start", self.start)
+
+    def make(self) -> Coefficient:
+        return ScheduledCoefficient(self.start, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(CoefficientOptions):
+    """c estimated from batch losses at the old and the new weights, as in AGENT (Lei et al. 2024).
+
+    Args:
+        smoothing: α of the moving average of c.
+        clamp: Keep the estimate of c in [0, 1], the range given in the paper. The published code does not clamp.
+        batch_fraction: Fraction of the batches of a full pass whose losses are compared. By default all with
+            `recompute`, as in the paper, and a tenth with `replay`; at least 8 batches in both cases.
+    """
+
+    smoothing: float = 0.3
+    clamp: bool = True
+    batch_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.smoothing <= 1:
+            raise UserError(f"smoothing={self.smoothing} must be between 0 and 1")
+        if self.batch_fraction is not None and not 0 < self.batch_fraction <= 1:
+            raise UserError(f"batch_fraction={self.batch_fraction} must be above 0 and at most 1")
+
+    def make(self) -> LossCoefficient:
+        return LossCoefficient(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient(CoefficientOptions):
+    """c estimated from the batch gradients of the steps: the minimum of the variance.
+
+    Args:
+        memory: β of the moving average over steps.
+        per_layer: Estimate one c per parameter instead of one for all.
+        clamp: Keep c in [0, 1].
+    """
+
+    memory: float = 0.95
+    per_layer: bool = False
+    clamp: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.memory < 1:
+            raise UserError(f"memory={self.memory} must be at least 0 and below 1, such as 0.95")
+
+    def make(self) -> GradientCoefficient:
+        return GradientCoefficient(self)
+
+
+COEFFICIENTS: Catalogue[type[CoefficientOptions]] = Catalogue(
+    "coefficient", {"fixed": Fixed, "linear": Linear, "loss": Loss, "gradient": Gradient}
+)
+
+
+def _check_finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise UserError(f"{name}={value} must be a finite number, such as 1")
 
 
 class Coefficient:
-    """c, smoothed where it is estimated. `value` is what the coming step uses, known before its batch is drawn."""
+    """The running value of c.
 
-    needs_losses = False  # pairs of batch losses at the old and the new weights, when the snapshot is refreshed
+    A step uses the value that is known before its batch is drawn. A value that depended on the batch would bias the
+    corrected gradient.
+    """
+
+    needs_losses = False  # pairs of batch losses at the new and the old weights, once per refresh
     needs_gradients = False  # pairs of batch gradients, at every step
 
     def value(self, progress: float) -> Weight:
+        """Return c for the next step; `progress` is the fraction of the training steps that were taken."""
         raise NotImplementedError
 
-    def see_losses(self, new: Tensor, old: Tensor) -> None:
-        """Batch losses at the weights of now and at the previous snapshot, on the same batches."""
+    def observe_losses(self, new: Tensor, old: Tensor) -> None:
+        """Update the estimate from the losses of the same batches at the live weights and at the snapshot."""
 
-    def see_gradients(self, change: Tensor, scatter: Tensor, sizes: list[int], noise: float = 0.0) -> None:
-        """Of one batch, g_new - g̃ and g_old - g̃ (zero where nothing is corrected), and the sizes of its layers.
+    def observe_gradients(self, new: Tensor, old: Tensor, sizes: list[int], noise: float = 0.0) -> None:
+        """Update the estimate from g_new - g̃ and g_old - g̃ of one batch, zero at weights that are not corrected.
 
-        noise: the share of ‖g_old - g̃‖² that is due to what stands for g̃, where that is an estimate itself.
+        `sizes` are the entries per parameter. `noise` is the fraction of ‖g_old - g̃‖² due to the noise of g̃.
         """
 
     def restart(self, layers: int) -> None:
-        """The snapshot is new: what was learnt about the age of the old one no longer holds."""
+        """Discount what was learned about the previous snapshot; `layers` parameters are corrected from now on."""
 
     def report(self) -> dict[str, Tensor | float]:
         return {}
@@ -42,54 +145,40 @@ class Coefficient:
         pass
 
 
-class FixedCoefficient(Coefficient):
-    """The same c always; c = 1 is SVRG."""
+class ScheduledCoefficient(Coefficient):
+    """c changes linearly from `start` at the first step to `end` at the last one."""
 
-    def __init__(self, value: float) -> None:
-        self._value = value
-
-    def value(self, progress: float) -> Weight:
-        return self._value
-
-
-class LinearCoefficient(Coefficient):
-    """c falling linearly from `start` to 0 over training (alpha-SVRG, Yin et al. 2023)."""
-
-    def __init__(self, start: float) -> None:
-        self._start = start
+    def __init__(self, start: float, end: float) -> None:
+        self._start, self._end = start, end
 
     def value(self, progress: float) -> Weight:
-        return self._start * max(0.0, 1.0 - progress)
+        return self._end + (self._start - self._end) * max(0.0, 1.0 - progress)
 
 
 class LossCoefficient(Coefficient):
-    """The paper's: ĉ = Cov(l(B|θ), l(B|θ̃)) / Var(l(B|θ̃)) over batch losses, c ← (1-α)c + α·ĉ, c₀ = 0.
-
-    ĉ is clamped to [0, 1], the range the paper gives; `clamp=False` is what its published code does.
-    """
+    """ĉ = Cov(l(B|θ), l(B|θ̃)) / Var(l(B|θ̃)) over batch losses, c ← (1-α)c + α·ĉ, c₀ = 0."""
 
     needs_losses = True
 
-    def __init__(self, smoothing: float, clamp: bool = True) -> None:
-        self._smoothing = smoothing
-        self._clamp = clamp
+    def __init__(self, options: Loss) -> None:
+        self._options = options
         self.c = 0.0
-        self.estimate: float | None = None
+        self.estimate: float | None = None  # ĉ
 
     def value(self, progress: float) -> Weight:
         return self.c
 
-    def see_losses(self, new: Tensor, old: Tensor) -> None:
+    def observe_losses(self, new: Tensor, old: Tensor) -> None:
         new, old = new.double(), old.double()
         if len(old) < 2:
             return
         variance = float(old.var(correction=1))
         covariance = float(((new - new.mean()) * (old - old.mean())).sum() / (len(old) - 1))
         if variance == 0 or not math.isfinite(covariance / variance):
-            return  # nothing can be told from batches that all have one loss, or from old losses that overflow
+            return  # equal losses, or losses that overflow at the snapshot, give no estimate
         estimate = covariance / variance
-        self.estimate = min(max(estimate, 0.0), 1.0) if self._clamp else estimate
-        self.c = (1 - self._smoothing) * self.c + self._smoothing * self.estimate
+        self.estimate = min(max(estimate, 0.0), 1.0) if self._options.clamp else estimate
+        self.c = (1 - self._options.smoothing) * self.c + self._options.smoothing * self.estimate
 
     def report(self) -> dict[str, Tensor | float]:
         return {"c": self.c} if self.estimate is None else {"c": self.c, "c_hat": self.estimate}
@@ -102,60 +191,62 @@ class LossCoefficient(Coefficient):
 
 
 class GradientCoefficient(Coefficient):
-    """c* = Cov(g_new, g_old) / Var(g_old) from the gradients at hand: the minimum of the variance's parabola.
+    """c* = Cov(g_new, g_old) / Var(g_old), the minimum of the variance of the corrected gradient.
 
-    E⟨g_new - g̃, g_old - g̃⟩ and E‖g_old - g̃‖² are averaged over steps, each with weight 1-β for the newest
-    (a plain mean until 1/(1-β) steps are seen), so c follows the age of the snapshot inside an epoch. A step uses
-    what earlier steps have shown: a c that knew its own batch would bias the estimate. One c, or one per parameter.
+    E⟨g_new - g̃, g_old - g̃⟩ and E‖g_old - g̃‖² are moving averages over steps in which the newest step has weight
+    1-β, and plain means of the first 1/(1-β) steps. c therefore follows the age of the snapshot within an epoch.
     """
 
     needs_gradients = True
 
-    def __init__(self, memory: float = 0.95, per_layer: bool = False, clamp: bool = True) -> None:
-        self._memory = memory
-        self._per_layer = per_layer
-        self._clamp = clamp
-        self._seen = 0
+    def __init__(self, options: Gradient) -> None:
+        self._options = options
+        self._steps = 0
         self._moments: Tensor | None = None  # [2, layers or 1]: covariance, variance
 
     def coefficients(self) -> Tensor | None:
-        """One c, or one for every parameter; None before the first step."""
+        """Return one c, or one per parameter; None before the first step."""
         if self._moments is None:
             return None
         covariance, variance = self._moments
         c = torch.where(variance > 0, covariance / variance, 0.0)
-        return c.clamp(0, 1) if self._clamp else c
+        return c.clamp(0, 1) if self._options.clamp else c
+
+    def from_moments(self, covariance: float, variance: float) -> float:
+        """Return the c that these moments give, without the moving average."""
+        c = covariance / variance if variance > 0 else 0.0
+        return min(max(c, 0.0), 1.0) if self._options.clamp else c
 
     def value(self, progress: float) -> Weight:
         c = self.coefficients()
         if c is None:
             return 0.0
-        return c if self._per_layer else c[0]
+        return c if self._options.per_layer else c[0]
 
-    def see_gradients(self, change: Tensor, scatter: Tensor, sizes: list[int], noise: float = 0.0) -> None:
-        parts = sizes if self._per_layer else [len(scatter)]
-        pairs = zip(change.split(parts), scatter.split(parts), strict=True)
-        found = torch.stack([torch.stack([new.dot(old), old.dot(old)]) for new, old in pairs], dim=1)
-        found[0] -= noise * found[1]  # both sides are centred on g̃, so its own noise looks like covariance
+    def observe_gradients(self, new: Tensor, old: Tensor, sizes: list[int], noise: float = 0.0) -> None:
+        parts = sizes if self._options.per_layer else [len(old)]
+        pairs = zip(new.split(parts), old.split(parts), strict=True)
+        moments = torch.stack([torch.stack([a.dot(b), b.dot(b)]) for a, b in pairs], dim=1)
+        moments[0] -= noise * moments[1]  # both sides are centred on g̃, so its noise looks like covariance
         if self._moments is None:
-            self._moments, self._seen = torch.zeros_like(found), 0
-        self._seen += 1
-        newest = max(1 - self._memory, 1 / self._seen)
-        # one overflow, as loss scaling meets them, would stay in the average for ever
-        self._moments = torch.where(found.isfinite().all(), self._moments.lerp(found, newest), self._moments)
+            self._moments, self._steps = torch.zeros_like(moments), 0
+        self._steps += 1
+        newest = max(1 - self._options.memory, 1 / self._steps)
+        # An overflow, which loss scaling can cause, would never leave the average.
+        self._moments = torch.where(moments.isfinite().all(), self._moments.lerp(moments, newest), self._moments)
 
     def restart(self, layers: int) -> None:
-        """Forget the ages of the old snapshot but keep its last word as one observation."""
-        self._seen = min(self._seen, 1)
-        if self._per_layer and self._moments is not None and self._moments.shape[1] != layers:
-            self._moments = None  # some were frozen or thawed
+        """Keep the average over the previous snapshot's steps as one observation."""
+        self._steps = min(self._steps, 1)
+        if self._options.per_layer and self._moments is not None and self._moments.shape[1] != layers:
+            self._moments = None  # parameters were frozen or unfrozen
 
     def report(self) -> dict[str, Tensor | float]:
         c = self.coefficients()
         return {} if c is None else {"c": c.mean()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self._seen, "moments": self._moments}
+        return {"steps": self._steps, "moments": self._moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._seen, self._moments = state["seen"], state["moments"]
+        self._steps, self._moments = state["steps"], state["moments"]

@@ -1,4 +1,4 @@
-"""What a correction costs, told before a run starts: passes and memory."""
+"""The cost of a correction, known before a run starts: passes and memory."""
 
 from __future__ import annotations
 
@@ -9,58 +9,60 @@ from typing import NamedTuple
 
 import torch
 
-from equipoise.correction.active_vector import Coordinates
-from equipoise.correction.estimator import Estimator, Way
+from equipoise.correction.active_vector import ActiveVector
+from equipoise.correction.estimator import Estimator, ModeName
 from equipoise.correction.modes import TABLE_TYPES
 from equipoise.errors import UserError
 
-STANDING_VECTORS = 3  # g̃ or what stands for it, and the two sums behind the report's variances
+STANDING_VECTORS = 3  # g̃ or its estimate, and the two sums of the step statistics
 
 
-class Plan(NamedTuple):
-    """How old gradients are got, the passes of an epoch as a multiple of SGD's, and the bytes held between steps."""
+class CostEstimate(NamedTuple):
+    """The mode, the passes of an epoch relative to SGD, and the bytes that are held between steps."""
 
-    mode: Way | None
-    cost: float
+    mode: ModeName | None
+    passes: float
     memory: int
 
     def __str__(self) -> str:
         if self.mode is None:
             return "no correction"
-        return f"{self.mode}: {self.cost:.2f} x the passes of SGD, {readable(self.memory)} for snapshot and gradients"
+        memory = readable(self.memory)
+        return f"{self.mode}: {self.passes:.2f} x the passes of SGD, {memory} for snapshot and gradients"
 
     def fits(self, device: torch.device) -> bool:
-        """Whether a table of old gradients, where there is one, fits in the memory that is free now."""
+        """Whether a table of old gradients, if there is one, fits in the free memory of the device."""
         available = available_memory(device)
         return self.mode not in ("replay", "table") or available is None or self.memory <= available
 
     def check(self, device: torch.device) -> None:
-        """Refuse a table of old gradients that would not fit in the memory that is free now."""
-        available = available_memory(device)
-        if available is None or self.fits(device):
+        """Raise UserError if a table of old gradients does not fit in the free memory of the device."""
+        if self.fits(device):
             return
-        assert self.mode is not None
-        ways = {"replay": 'mode="running" needs no table', "table": 'mode="running" of AGENT or SVRG needs no table'}
+        free = readable(available_memory(device) or 0)
+        other = 'mode="running"' if self.mode == "replay" else 'AGENT or SVRG with mode="running"'
         raise UserError(
-            f"{self.mode} needs {readable(self.memory)} and {readable(available)} are free on {device}; "
-            f'{ways[self.mode]}, and table="bf16" halves it'
+            f"{self.mode} needs {readable(self.memory)} and {free} are free on {device}; "
+            f'use {other}, which has no table, or table="bf16", which halves it'
         )
 
 
-def make_plan(estimator: Estimator, coordinates: Coordinates, snapshot: int, batches: int) -> Plan:
-    """The plan for epochs of so many batches; `snapshot` is the size of one in bytes."""
+def estimate_cost(
+    estimator: Estimator, vector: ActiveVector, snapshot_bytes: int, batches: int, passes: float
+) -> CostEstimate:
+    """Estimate the cost of epochs with this number of batches; `passes` is that of an epoch relative to SGD."""
     if not estimator.corrects:
-        return Plan(None, 1.0, 0)
-    memory = STANDING_VECTORS * coordinates.size * coordinates.dtype.itemsize
-    if estimator.source in ("replay", "table"):
-        memory += batches * coordinates.size * (TABLE_TYPES[estimator.table] or coordinates.dtype).itemsize
+        return CostEstimate(None, passes, 0)
+    memory = STANDING_VECTORS * vector.size * vector.dtype.itemsize
+    if estimator.mode in ("replay", "table"):
+        memory += batches * vector.size * (TABLE_TYPES[estimator.table] or vector.dtype).itemsize
     if estimator.keeps_snapshot:
-        memory += snapshot
-    return Plan(estimator.source, estimator.cost, memory)
+        memory += snapshot_bytes
+    return CostEstimate(estimator.mode, passes, memory)
 
 
 def available_memory(device: torch.device) -> int | None:
-    """The bytes that can still be taken on a device; None where nobody tells."""
+    """Return the free memory of a device in bytes; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -75,7 +77,7 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def readable(size: int) -> str:
-    """Bytes as people say them."""
+    """Return a number of bytes with a unit."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"

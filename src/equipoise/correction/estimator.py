@@ -1,64 +1,62 @@
-"""What every gradient correction is: a few numbers, and which small parts it is made of."""
+"""The options of a gradient correction: the base class of all estimators."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torch import nn
 
+from equipoise.config import build, shown
 from equipoise.correction.coefficient import (
+    COEFFICIENTS,
     Coefficient,
-    FixedCoefficient,
-    GradientCoefficient,
-    LinearCoefficient,
-    LossCoefficient,
+    CoefficientChoice,
+    CoefficientOptions,
+    Fixed,
+    Loss,
 )
 from equipoise.errors import UserError
 
 if TYPE_CHECKING:
     from equipoise.correction.correction import Correction
+    from equipoise.correction.gradients import Gradients
     from equipoise.topology import Topology
+    from equipoise.world import World
 
-CoefficientName = Literal["loss", "gradient", "fixed", "linear"]
-WayName = Literal["recompute", "replay", "running"]
-Way = Literal["recompute", "replay", "running", "previous", "table"]  # those of MVR and SAGA too
+ModeName = Literal["recompute", "replay", "running", "previous", "table"]
 When = Literal["always", "pays"]
 TableType = Literal["float32", "bf16"]
-
-CHOICES = {"coefficient": CoefficientName, "mode": WayName, "when": When, "table": TableType}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
     """Base of the corrections g = g_new - w·(g_old - g̃), w = γ·c.
 
-    gamma: γ. coefficient: how c is found (`loss`, `gradient`, `fixed`, `linear`).
-    value: c where it is fixed, its start where it falls linearly. smoothing: α of the loss coefficient.
-    memory: β of the gradient coefficient's average over steps. per_layer: one gradient coefficient per parameter.
-    clamp: keep estimates of c in [0, 1]. loss_share: share of the batches whose losses the loss coefficient
-    compares (default: all with `recompute`, as in the paper; a tenth with `replay`).
-    mode: how g_old and g̃ are got. `recompute`: g_old by a second pass on every batch, g̃ by a full pass at the
-    snapshot. `replay`: the coming batches run once at the snapshot, their gradients are kept. `running`: g_old by a
-    second pass, g̃ the mean of the epoch's earlier g_old; no full pass, and the loss coefficient compares the losses
-    of the epoch's own steps.
-    batch_fraction: share of the batches that g̃ is computed on. step_fraction: share of the steps that are corrected.
-    every: steps between refreshes; 0 is once an epoch. from_epoch: no correction before. when: `always`, or `pays`:
-    only in epochs where variance left x cost is below 1, measured on `probe` batches at each refresh.
-    table: how stored gradients are kept (replay, SAGA), as they are (`float32`) or in `bf16`.
+    Args:
+        gamma: γ.
+        coefficient: How c is found: `Fixed`, `Linear`, `Loss` or `Gradient`, a name, or a mapping of options with an
+            optional `name`. Options that are not given keep the defaults of the estimator.
+        mode: How g_old and g̃ are obtained. `recompute`: g_old by a second pass on every batch, g̃ by a full pass over
+            the batches at the snapshot. `replay`: one pass over the coming batches at the snapshot, whose gradients
+            are stored. `running`: g_old by a second pass, g̃ by the mean of the g_old of the earlier batches; there is
+            no full pass. MVR uses `previous` and SAGA uses `table`.
+        batch_fraction: Fraction of the batches that g̃ is computed on.
+        step_fraction: Fraction of the steps that are corrected.
+        every: Steps between refreshes; 0 refreshes once per epoch.
+        from_epoch: First epoch that is corrected.
+        when: `always`, or `pays` to correct only the epochs in which variance left x cost is below 1.
+        probe: Batches on which `pays` measures the variance left at each refresh.
+        table: Storage of the gradients that `replay` and SAGA keep: as computed (`float32`) or in `bf16`.
+
+    Raises:
+        UserError: An option is out of range, or two options exclude each other.
     """
 
     gamma: float = 1.0
-    coefficient: CoefficientName | Mapping[str, Any] = "fixed"
-    value: float = 1.0
-    smoothing: float = 0.3
-    memory: float = 0.95
-    per_layer: bool = False
-    clamp: bool = True
-    loss_share: float | None = None
-    mode: WayName = "recompute"
+    coefficient: CoefficientChoice = field(default=Fixed())
+    mode: ModeName = "recompute"
     batch_fraction: float = 1.0
     step_fraction: float = 1.0
     every: int = 0
@@ -67,85 +65,92 @@ class Estimator:
     probe: int = 8
     table: TableType = "float32"
 
-    # What the training loop multiplies the learning rate with while this correction is used.
-    learning_rate_factor: ClassVar[float] = 1.0
-    # Whether batches must have the same images in every epoch.
-    fixed_batches: ClassVar[bool] = False
+    modes: ClassVar[tuple[ModeName, ...]] = ("recompute", "replay", "running")
+    corrects: ClassVar[bool] = True
+    learning_rate_factor: ClassVar[float] = 1.0  # the training loop multiplies the learning rate by it
+    fixed_batches: ClassVar[bool] = False  # whether batches keep their images in every epoch
 
     def __post_init__(self) -> None:
-        if isinstance(self.coefficient, Mapping):
-            for name, value in self.coefficient.items():
-                object.__setattr__(self, "coefficient" if name == "name" else name, value)
-        for name, choice in CHOICES.items():
-            if getattr(self, name) not in get_args(choice):
-                raise UserError(f'{name}="{getattr(self, name)}": it is one of {", ".join(get_args(choice))}')
-        if not math.isfinite(self.value):
-            raise UserError(f"value={self.value}: a coefficient is a number, such as 1")
-        for name in ("gamma", "smoothing", "batch_fraction", "step_fraction"):
+        object.__setattr__(self, "coefficient", self._coefficient_options())
+        choices = {"mode": self.modes, "when": get_args(When), "table": get_args(TableType)}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise UserError(f'{name}="{getattr(self, name)}" must be one of {", ".join(known)}')
+        for name in ("gamma", "batch_fraction", "step_fraction"):
             if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name}={getattr(self, name)}: between 0 and 1")
-        if not 0 <= self.memory < 1:
-            raise UserError(f"memory={self.memory}: in [0, 1), such as 0.95")
+                raise UserError(f"{name}={getattr(self, name)} must be between 0 and 1")
         for name in ("batch_fraction", "step_fraction"):
             if getattr(self, name) == 0:
-                raise UserError(f'{name}=0 leaves nothing to correct with; use correction "sgd"')
-        if self.loss_share is not None and not 0 < self.loss_share <= 1:
-            raise UserError(f"loss_share={self.loss_share}: in (0, 1]")
-        if self.every < 0 or self.from_epoch < 0:
-            raise UserError("every and from_epoch are not negative")
-        if self.probe < 2:
-            raise UserError(f"probe={self.probe}: a variance needs at least 2 batches")
+                raise UserError(f'{name}=0 would correct nothing; use the correction "sgd"')
+        for name, least in (("every", 0), ("from_epoch", 0), ("probe", 2)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.mode == "replay" and (self.batch_fraction != 1 or self.step_fraction != 1):
-            raise UserError("replay keeps every batch's gradient: batch_fraction and step_fraction are 1 with it")
+            raise UserError("replay stores the gradient of every batch; batch_fraction and step_fraction must be 1")
         if self.mode == "running" and self.batch_fraction != 1:
-            raise UserError("running has no full pass that batch_fraction could shorten")
+            raise UserError("running has no full pass that batch_fraction could shorten; it must be 1")
+
+    def _coefficient_options(self) -> CoefficientOptions:
+        chosen, default = self.coefficient, type(self).coefficient
+        if isinstance(chosen, CoefficientOptions):
+            return chosen
+        options = {"name": chosen} if isinstance(chosen, str) else chosen
+        if not isinstance(options, Mapping) or not isinstance(options.get("name", ""), str):
+            raise UserError(f"coefficient={shown(chosen)} must be one of {', '.join(COEFFICIENTS)}")
+        assert isinstance(default, CoefficientOptions)
+        kind = COEFFICIENTS[options["name"]] if "name" in options else type(default)
+        defaults = vars(default) if kind is type(default) else {}
+        return build(kind, {**defaults, **{k: v for k, v in options.items() if k != "name"}}, "coefficient")
 
     def attach(
-        self, model: nn.Module, topology: Topology | None = None, total_steps: int | None = None, seed: int = 0
+        self,
+        model: nn.Module,
+        topology: Topology | None = None,
+        total_steps: int | None = None,
+        seed: int = 0,
+        *,
+        world: World | None = None,
+        cost: float | None = None,
+        gradients: Gradients | None = None,
     ) -> Correction:
-        """Begin correcting the gradients of a model, on the active weights of its topology.
+        """Attach the correction to a model and to the active weights of its topology.
 
-        topology: found by itself where the model has one. total_steps: calls of `backward` in all of training, which
-        a linear coefficient falls over. seed: of the batches that `batch_fraction` takes.
+        Args:
+            model: The model whose gradients are corrected.
+            topology: The topology of the model; found by itself if the model has one.
+            total_steps: Calls of `backward` in the whole training, which a linear coefficient needs.
+            seed: Seed of the choice of batches with `batch_fraction`.
+            world: The processes that train the model together; by default those of DistributedDataParallel.
+            cost: Passes per epoch relative to SGD, if a step of the loop is more than one forward and backward pass.
+            gradients: Runs the passes and holds the gradients; by default `.grad` of the parameters.
         """
         from equipoise.correction.correction import Correction
 
-        return Correction(self, model, topology, total_steps, seed)
-
-    @property
-    def corrects(self) -> bool:
-        return True
-
-    @property
-    def source(self) -> Way:
-        return self.mode
+        return Correction(self, model, topology, total_steps, seed, world=world, cost=cost, gradients=gradients)
 
     def make_coefficient(self) -> Coefficient:
-        match self.coefficient:
-            case "loss":
-                return LossCoefficient(self.smoothing, self.clamp)
-            case "gradient":
-                return GradientCoefficient(self.memory, self.per_layer, self.clamp)
-            case "fixed":
-                return FixedCoefficient(self.value)
-            case "linear":
-                return LinearCoefficient(self.value)
+        """Make the running coefficient of one training."""
+        assert isinstance(self.coefficient, CoefficientOptions)
+        return self.coefficient.make()
 
     @property
-    def compared_share(self) -> float:
-        """Share of the full pass's batches that also run forward at the previous snapshot."""
-        if self.coefficient != "loss" or self.source not in ("recompute", "replay") or self.when == "pays":
+    def compared_fraction(self) -> float:
+        """Fraction of the batches of a full pass that also run forward at the previous snapshot."""
+        loss = self.coefficient
+        if not isinstance(loss, Loss) or self.mode not in ("recompute", "replay") or self.when == "pays":
             return 0.0
-        return self.loss_share if self.loss_share is not None else (1.0 if self.mode == "recompute" else 0.1)
+        if loss.batch_fraction is not None:
+            return loss.batch_fraction
+        return 1.0 if self.mode == "recompute" else 0.1
 
     @property
     def keeps_snapshot(self) -> bool:
-        """Whether the old weights themselves are needed, not only gradients taken at them."""
-        return self.source in ("recompute", "running", "previous") or self.compared_share > 0 or self.when == "pays"
+        """Whether passes run at the old weights after the refresh that took them."""
+        return self.mode in ("recompute", "running", "previous") or self.compared_fraction > 0 or self.when == "pays"
 
     @property
     def cost(self) -> float:
-        """Passes per epoch as a multiple of SGD's, a forward pass counting 1 and a backward pass 2."""
-        old = self.step_fraction if self.source in ("recompute", "running", "previous") else 0.0
-        full = {"recompute": self.batch_fraction, "replay": 1.0}.get(self.source, 0.0)
-        return 1 + old + full * (1 + self.compared_share / 3)
+        """Passes per epoch relative to SGD; a forward pass counts 1 and a backward pass 2."""
+        old = self.step_fraction if self.mode in ("recompute", "running", "previous") else 0.0
+        full = {"recompute": self.batch_fraction, "replay": 1.0}.get(self.mode, 0.0)
+        return 1 + old + full * (1 + self.compared_fraction / 3)

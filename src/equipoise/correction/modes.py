@@ -1,4 +1,4 @@
-"""Where the old gradient of a batch, and the mean it scatters around, come from."""
+"""The modes of a correction: where the old gradient of a batch and the mean g̃ come from."""
 
 from __future__ import annotations
 
@@ -8,66 +8,62 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from equipoise.correction.active_vector import Coordinates
-from equipoise.correction.estimator import TableType, Way
-from equipoise.correction.snapshot import Random, Snapshot
+from equipoise.correction.active_vector import ActiveVector
+from equipoise.correction.estimator import ModeName, TableType
+from equipoise.correction.snapshot import RandomState, Snapshot
 from equipoise.errors import UserError
 
 
-class Old(NamedTuple):
-    """g_old of a batch, and g̃ or what stands for it."""
+class OldGradient(NamedTuple):
+    """g_old of a batch, and its reference: g̃ or an estimate of it."""
 
     gradient: Tensor
     reference: Tensor
-    loss: Tensor | None = None  # of the old weights on the batch, where a pass was made
-    known: Tensor | None = None  # 0 at coordinates that have no old gradient, 1 elsewhere; None: all have
-    noise: float = 0.0  # the reference's own share of E‖gradient - reference‖²
+    loss: Tensor | None = None  # at the old weights, if a pass was made there
+    known: Tensor | None = None  # 0 at entries that have no old gradient, 1 at the others; None: all have one
+    noise: float = 0.0  # fraction of E‖gradient - reference‖² that is due to the noise of the reference
 
 
-class Pair(NamedTuple):
-    """Of one step: g_old - g̃ where it can be used, what was added to the gradient, the mean weight of it."""
-
-    scatter: Tensor
-    delta: Tensor | None = None
-    weight: Tensor | None = None
+PassAtSnapshot = Callable[[], tuple[Tensor, Tensor]]  # -> loss, gradient as an active vector
 
 
-PassAtSnapshot = Callable[[], tuple[Tensor, Tensor]]  # -> loss, gradient at the coordinates
+class Mode:
+    """Base of the modes. All gradients are active vectors of `vector`, which a refresh renews."""
 
-
-class Source:
-    """One way to get old gradients. All vectors are in `coordinates`, which a refresh renews."""
-
-    full_pass = False  # a refresh runs the batches at the new snapshot and shows their gradients to `see`
+    full_pass = False  # a refresh runs the batches at the new snapshot and records their gradients
 
     def __init__(self, snapshot: Snapshot, dtype: torch.dtype | None = None) -> None:
         self.snapshot = snapshot
-        self.dtype = dtype  # of tables
-        self.coordinates: Coordinates | None = None
+        self.dtype = dtype  # of tables; None: as computed
+        self.vector: ActiveVector | None = None
 
-    def start(self, coordinates: Coordinates, batches: int | None) -> None:
-        """A refresh begins; `batches` is how many there are, where that is known."""
-        self.coordinates = coordinates
+    def start(self, vector: ActiveVector, batches: int | None) -> None:
+        """Begin a refresh; `batches` is their number, None if unknown."""
+        self.vector = vector
 
-    def see(self, gradient: Tensor, random: Random) -> None:
-        """The gradient of the next batch of the full pass, and the random numbers it was computed with."""
-
-    def old(self, run: PassAtSnapshot, index: int | None) -> Old | None:
-        """The pair for the coming step; None where it cannot be corrected."""
-        raise NotImplementedError
-
-    def random(self) -> Random | None:
-        """The random numbers that the coming step must use for its dropout to equal the old gradient's."""
-        return None
-
-    def after(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
-        """The step's own gradient, and what was added to it, once they are known."""
+    def record(self, gradient: Tensor, random: RandomState) -> None:
+        """Record the next gradient of the full pass and the random state it was computed with."""
 
     def end_full_pass(self) -> None:
-        """All batches have been seen."""
+        """End the full pass: all gradients are recorded."""
 
     def pause(self) -> None:
-        """The coming epoch is not corrected."""
+        """Leave the coming epoch uncorrected."""
+
+    def renew_snapshot(self) -> None:
+        """End a refresh: copy the live weights."""
+        self.snapshot.take()
+
+    def random(self) -> RandomState | None:
+        """Return the random state that the next step must use to share its dropout masks with g_old; None: any."""
+        return None
+
+    def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
+        """Return the old gradient of the next step, with `run` if it needs a pass; None: it cannot be corrected."""
+        raise NotImplementedError
+
+    def end_step(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
+        """End a step, given its batch gradient and the correction that was added to it."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -76,32 +72,29 @@ class Source:
         pass
 
 
-class Recompute(Source):
-    """g_old by a second pass on the batch, g̃ by a full pass over all of them (the paper)."""
+class Recompute(Mode):
+    """g_old by a second pass on the batch, g̃ by a full pass over all batches (the paper)."""
 
     full_pass = True
+    _mean: Tensor | None = None  # the sum until the full pass ends
+    _count = 0
 
-    def __init__(self, snapshot: Snapshot, dtype: torch.dtype | None = None) -> None:
-        super().__init__(snapshot, dtype)
-        self._mean: Tensor | None = None  # a sum while the full pass lasts
-        self._seen = 0
+    def start(self, vector: ActiveVector, batches: int | None) -> None:
+        super().start(vector, batches)
+        self._mean, self._count = None, 0
 
-    def start(self, coordinates: Coordinates, batches: int | None) -> None:
-        super().start(coordinates, batches)
-        self._mean, self._seen = None, 0
-
-    def see(self, gradient: Tensor, random: Random) -> None:
+    def record(self, gradient: Tensor, random: RandomState) -> None:
         self._mean = gradient if self._mean is None else self._mean.add_(gradient)
-        self._seen += 1
+        self._count += 1
 
     def end_full_pass(self) -> None:
         assert self._mean is not None
-        self._mean /= self._seen  # the mean over batches of batch means
+        self._mean /= self._count  # the mean over batches of batch means
 
-    def old(self, run: PassAtSnapshot, index: int | None) -> Old | None:
+    def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
         assert self._mean is not None
         loss, gradient = run()
-        return Old(gradient, self._mean, loss)
+        return OldGradient(gradient, self._mean, loss)
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self._mean}
@@ -110,26 +103,26 @@ class Recompute(Source):
         self._mean = state["mean"]
 
 
-class Replay(Source):
-    """The coming batches run once at the snapshot and their gradients kept: exact, and each batch only twice."""
+class Replay(Mode):
+    """One pass over the coming batches at the snapshot, whose gradients are stored: exact at two passes per batch."""
 
     full_pass = True
 
     def __init__(self, snapshot: Snapshot, dtype: torch.dtype | None = None) -> None:
         super().__init__(snapshot, dtype)
         self._rows: list[Tensor] = []
-        self._randoms: list[Random] = []
+        self._randoms: list[RandomState] = []
         self._mean: Tensor | None = None
         self._next = 0
 
-    def start(self, coordinates: Coordinates, batches: int | None) -> None:
-        super().start(coordinates, batches)
+    def start(self, vector: ActiveVector, batches: int | None) -> None:
+        super().start(vector, batches)
         self._rows, self._randoms, self._mean, self._next = [], [], None, 0
 
-    def see(self, gradient: Tensor, random: Random) -> None:
+    def record(self, gradient: Tensor, random: RandomState) -> None:
         self._rows.append(gradient.to(self.dtype))
         self._randoms.append(random)
-        # the mean of what is stored, not of what was computed: with bf16 rows the correction stays unbiased
+        # The mean of the stored rows, not of the computed ones: the correction stays unbiased with bf16 rows.
         row = self._rows[-1].to(gradient.dtype)
         self._mean = row.clone() if self._mean is None else self._mean.add_(row)
 
@@ -137,19 +130,19 @@ class Replay(Source):
         assert self._mean is not None
         self._mean /= len(self._rows)
 
-    def old(self, run: PassAtSnapshot, index: int | None) -> Old | None:
-        if self._mean is None or self._next >= len(self._rows):
-            raise UserError("replay has used all the batches it was given; call refresh with the coming ones")
-        return Old(self._rows[self._next].to(self._mean.dtype), self._mean)
-
-    def random(self) -> Random | None:
+    def random(self) -> RandomState | None:
         return self._randoms[self._next] if self._next < len(self._randoms) else None
 
-    def after(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
+    def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
+        if self._mean is None or self._next >= len(self._rows):
+            raise UserError("replay has used all batches of the last refresh; call refresh with the coming batches")
+        return OldGradient(self._rows[self._next].to(self._mean.dtype), self._mean)
+
+    def end_step(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
         self._next += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Only what later steps need: at the end of an epoch that is nothing."""
+        """Return the rows that later steps need; at the end of an epoch there are none."""
         left = slice(self._next, None)
         if not self._rows[left]:
             return {"rows": [], "randoms": [], "mean": None}
@@ -159,73 +152,73 @@ class Replay(Source):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rows, self._mean, self._next = list(state["rows"]), state["mean"], 0
         if self._mean is not None:
-            self._randoms = [Random.of(cpu, cuda, self._mean.device) for cpu, cuda in state["randoms"]]
+            self._randoms = [RandomState.of(cpu, cuda, self._mean.device) for cpu, cuda in state["randoms"]]
 
 
-class Running(Source):
-    """g_old by a second pass; the mean of the earlier ones since the refresh stands for g̃. No full pass."""
+class Running(Mode):
+    """g_old by a second pass, g̃ by the mean of the earlier g_old since the refresh; there is no full pass."""
 
-    def __init__(self, snapshot: Snapshot, dtype: torch.dtype | None = None) -> None:
-        super().__init__(snapshot, dtype)
-        self._mean: Tensor | None = None
-        self._seen = 0
+    _mean: Tensor | None = None
+    _count = 0
 
-    def start(self, coordinates: Coordinates, batches: int | None) -> None:
-        super().start(coordinates, batches)
-        self._mean, self._seen = None, 0
+    def start(self, vector: ActiveVector, batches: int | None) -> None:
+        super().start(vector, batches)
+        self._mean, self._count = None, 0
 
-    def old(self, run: PassAtSnapshot, index: int | None) -> Old | None:
+    def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
         loss, gradient = run()
         earlier = self._mean
-        self._seen += 1
-        self._mean = gradient if earlier is None else torch.lerp(earlier, gradient, 1 / self._seen)
-        # of n independent gradients, the mean of n - 1 makes 1/n of the variance of its difference to the n-th
-        return None if earlier is None else Old(gradient, earlier, loss, noise=1 / self._seen)
+        self._count += 1
+        self._mean = gradient if earlier is None else torch.lerp(earlier, gradient, 1 / self._count)
+        # The mean of n - 1 independent gradients has 1/n of the variance of its difference to the n-th.
+        return None if earlier is None else OldGradient(gradient, earlier, loss, noise=1 / self._count)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": self._mean, "seen": self._seen}
+        return {"mean": self._mean, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._mean, self._seen = state["mean"], state["seen"]
+        self._mean, self._count = state["mean"], state["count"]
 
 
-class Previous(Source):
-    """MVR: g_old at the last step's weights, and the last step's estimate stands for g̃."""
+class Previous(Mode):
+    """MVR: g_old at the weights of the last step, g̃ by the corrected gradient of the last step."""
 
-    def __init__(self, snapshot: Snapshot, dtype: torch.dtype | None = None) -> None:
-        super().__init__(snapshot, dtype)
-        self._estimate: Tensor | None = None
+    _estimate: Tensor | None = None
 
-    def start(self, coordinates: Coordinates, batches: int | None) -> None:
-        """Nothing begins anew at a refresh: the recursion goes on."""
-        if self.coordinates is None:
-            self.coordinates = coordinates
+    def start(self, vector: ActiveVector, batches: int | None) -> None:
+        """Continue the recursion: a refresh does not interrupt it."""
+        if self.vector is None:
+            self.vector = vector
 
     def pause(self) -> None:
-        """The recursion breaks off: weights will move that it does not see."""
+        """End the recursion: it will not see the steps of the coming epoch."""
         self._estimate = None
 
-    def old(self, run: PassAtSnapshot, index: int | None) -> Old | None:
+    def renew_snapshot(self) -> None:
+        if self._estimate is None:  # otherwise the snapshot is that of the last step
+            self.snapshot.take()
+
+    def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
         known = self._follow_topology()
         if self._estimate is None:
             return None
         loss, gradient = run()
-        return Old(gradient, self._estimate, loss, known)
+        return OldGradient(gradient, self._estimate, loss, known)
 
     def _follow_topology(self) -> Tensor | None:
-        """Move the estimate to the weights active now; what was grown since the last step has none."""
-        older = self.coordinates
+        """Move the estimate to the weights that are active now; weights grown since the last step have none."""
+        older = self.vector
         assert older is not None
         if older.topology is None or older.topology.updates == older.made_at:
             return None
-        self.coordinates = older.renewed()
+        self.vector = older.renewed()
         if self._estimate is not None:
-            self._estimate = self.coordinates.translate(older, self._estimate)
-        return self.coordinates.known_to(older)
+            self._estimate = self.vector.translate(older, self._estimate)
+        return self.vector.known_to(older)
 
-    def after(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
-        """An overflow, after which a GradScaler skips the step, leaves the estimate as it was: it would stay."""
-        self._estimate = finite_or(new if delta is None else new + delta, self._estimate)
+    def end_step(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
+        """Keep the corrected gradient, unless it overflowed: a GradScaler then skips the step."""
+        self._estimate = _finite_or(new if delta is None else new + delta, self._estimate)
         self.snapshot.take()
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,8 +228,8 @@ class Previous(Source):
         self._estimate = state["estimate"]
 
 
-class Table(Source):
-    """SAGA: the gradient of each fixed batch as last seen, and their mean."""
+class Table(Mode):
+    """SAGA: the last gradient of each fixed batch, and the mean of all of them."""
 
     def __init__(self, snapshot: Snapshot, dtype: torch.dtype | None = None) -> None:
         super().__init__(snapshot, dtype)
@@ -245,37 +238,37 @@ class Table(Source):
         self._batches = 0
         self._known: Tensor | None = None
 
-    def start(self, coordinates: Coordinates, batches: int | None) -> None:
-        """Translate the table to the weights active now; what was grown since the last refresh is unknown."""
+    def start(self, vector: ActiveVector, batches: int | None) -> None:
+        """Move the table to the weights that are active now; weights grown since the last refresh are unknown."""
         if batches is None:
-            raise UserError("SAGA needs to know how many batches there are: give refresh a loader with a length")
-        older = self.coordinates
-        super().start(coordinates, batches)
+            raise UserError("SAGA needs the number of batches: give refresh a loader with a length")
+        older = self.vector
+        super().start(vector, batches)
         self._known = None
-        if older is not None and not coordinates.same_parameters(older):
-            self._rows = {}  # some were frozen or thawed: the table is filled anew
-        elif older is not None and older.made_at != coordinates.made_at:
-            self._rows = {i: coordinates.translate(older, row) for i, row in self._rows.items()}
-            self._known = coordinates.known_to(older)
+        if older is not None and not vector.same_parameters(older):
+            self._rows = {}  # parameters were frozen or unfrozen: fill the table again
+        elif older is not None and older.made_at != vector.made_at:
+            self._rows = {i: vector.translate(older, row) for i, row in self._rows.items()}
+            self._known = vector.known_to(older)
         self._batches = batches
         self._mean = None
         if self._rows.keys() >= set(range(batches)):
-            self._mean = torch.zeros_like(self._rows[0], dtype=coordinates.dtype)
+            self._mean = torch.zeros_like(self._rows[0], dtype=vector.dtype)
             for i in range(batches):
                 self._mean += self._rows[i] / batches
 
-    def old(self, run: PassAtSnapshot, index: int | None) -> Old | None:
+    def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
         if index is None or not 0 <= index < self._batches:
-            raise UserError(f"SAGA needs to know which of {self._batches} batches this is: backward(..., index=i)")
+            raise UserError(f"index={index} must be that of the batch, from 0 to {self._batches - 1}, with SAGA")
         if self._mean is None:
             return None
-        return Old(self._rows[index].to(self._mean.dtype), self._mean, known=self._known)
+        return OldGradient(self._rows[index].to(self._mean.dtype), self._mean, known=self._known)
 
-    def after(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
+    def end_step(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
         assert index is not None
-        row = finite_or(new, self._rows.get(index)).to(self.dtype)  # an overflow would stay in the mean
+        row = _finite_or(new, self._rows.get(index)).to(self.dtype)  # an overflow would never leave the mean
         if self._mean is not None:
-            # by the difference of what is stored, so that the mean stays that of the table
+            # The difference of stored rows keeps the mean equal to that of the table.
             self._mean = self._mean + (row.to(new.dtype) - self._rows[index].to(new.dtype)) / self._batches
         self._rows[index] = row
 
@@ -287,13 +280,13 @@ class Table(Source):
         self._batches, self._known = state["batches"], state["known"]
 
 
-def finite_or(new: Tensor, old: Tensor | None) -> Tensor:
-    """A gradient that overflowed anywhere is replaced by the one before, or zero; nothing leaves the device."""
+def _finite_or(new: Tensor, old: Tensor | None) -> Tensor:
+    """Return `new`, or `old` (zero if None) if an entry of `new` overflowed; no value leaves the device."""
     instead = torch.zeros_like(new) if old is None else old.to(new.dtype)
     return torch.where(new.isfinite().all(), new, instead)
 
 
-SOURCES: dict[Way, type[Source]] = {
+MODES: dict[ModeName, type[Mode]] = {
     "recompute": Recompute,
     "replay": Replay,
     "running": Running,

@@ -1,21 +1,22 @@
-"""Does the correction pay? A measurement on a few batches before an epoch is corrected."""
+"""A measurement on a few batches: does the correction of the coming epoch pay?"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from equipoise.correction.finite import check_finite
-from equipoise.correction.snapshot import Random
-
-if TYPE_CHECKING:
-    from equipoise.correction.correction import Correction, LossFunction
+from equipoise.correction.batches import LossFunction, check_losses
+from equipoise.correction.coefficient import Coefficient, GradientCoefficient
+from equipoise.correction.estimator import Estimator
+from equipoise.correction.gradients import Batch
+from equipoise.correction.runner import Runner
+from equipoise.correction.snapshot import RandomState
 
 
 class Decision(NamedTuple):
-    """Correct the coming epoch where variance left x cost < 1: there it beats a bigger batch of the same cost."""
+    """Correct the coming epoch if variance left x cost < 1: then it beats a larger batch of the same cost."""
 
     variance_left: float
     cost: float
@@ -29,39 +30,47 @@ class Decision(NamedTuple):
         return {"pays": float(self.corrects), "probe_variance_left": self.variance_left, "probe_weight": self.weight}
 
 
-def decide(correction: Correction, batches: list[tuple[Any, ...]], loss_fn: LossFunction) -> Decision:
-    """Var(new) + w²·Var(old) - 2w·Cov, over Var(new), between the weights of now and the previous snapshot.
+def decide(
+    estimator: Estimator,
+    runner: Runner,
+    coefficient: Coefficient,
+    batches: list[Batch],
+    loss_fn: LossFunction,
+    progress: float,
+    cost: float,
+) -> Decision:
+    """Measure (Var(new) + w²·Var(old) - 2w·Cov) / Var(new) between the live weights and the previous snapshot.
 
-    The previous snapshot is one refresh old, as the coming one will be at its end: the estimate is that of the last
-    step of the coming epoch, and so a cautious one. Without a previous snapshot nothing is corrected.
+    The previous snapshot is one refresh old, and so will the coming one be at the end of its epoch. The measured
+    variance is therefore that of the last step of the coming epoch: a cautious estimate. Without a previous snapshot
+    nothing is corrected.
     """
-    if not correction.snapshot or len(batches) < 2:
-        return Decision(1.0, correction.cost, 0.0)
-    coordinates = correction.make_coordinates(correction.parameters, correction.topology)
+    if not runner.snapshot or len(batches) < 2:
+        return Decision(1.0, cost, 0.0)
+    vector = runner.gradients.active_vector(runner.parameters, runner.topology)
     losses, gradients = [], []
     for batch in batches:
-        random = Random(correction.device)
-        with correction.snapshot.at():
-            old = correction.run(loss_fn, batch, coordinates)
+        random = RandomState(runner.device)
+        old = runner.old_gradient(loss_fn, batch, vector)
         random.restore()
-        new = correction.run(loss_fn, batch, coordinates)
+        new = runner.gradient(loss_fn, batch, vector)
         losses.append(torch.stack([new[0], old[0]]))
         gradients.append(torch.stack([new[1], old[1]]))
-    found = correction.world.all_reduce_mean([torch.stack(losses), torch.stack(gradients)])
-    check_finite(found[0][:, 0], "the probe")
-    return _judge(correction, *found)
+    all_losses, all_gradients = runner.world.all_reduce_mean([torch.stack(losses), torch.stack(gradients)])
+    check_losses(all_losses[:, 0], "the probe")
+    coefficient.observe_losses(*all_losses.unbind(1))
+    new_variance, old_variance, covariance = _moments(all_gradients)
+    if isinstance(coefficient, GradientCoefficient):  # its moving average is of younger snapshots
+        weight = estimator.gamma * coefficient.from_moments(covariance, old_variance)
+    else:
+        weight = float(estimator.gamma * coefficient.value(progress))
+    change = weight * weight * old_variance - 2 * weight * covariance
+    left = 1.0 if new_variance == 0 else 1 + change / new_variance
+    # Steps that are not corrected keep all of their variance.
+    return Decision(1 - estimator.step_fraction * (1 - left), cost, weight)
 
 
-def _judge(correction: Correction, losses: Tensor, gradients: Tensor) -> Decision:
-    estimator, coefficient = correction.estimator, correction.coefficient
+def _moments(gradients: Tensor) -> tuple[float, float, float]:
+    """Return Var(new), Var(old) and Cov, each times the number of batches, of gradients [batches, 2, size]."""
     new, old = (gradients - gradients.mean(0)).unbind(1)
-    variance_new, variance_old, covariance = ((a * b).sum().item() for a, b in ((new, new), (old, old), (new, old)))
-    coefficient.see_losses(*losses.unbind(1))
-    weight = correction.weight
-    if coefficient.needs_gradients:  # it has learnt from other ages; these pairs are of the age in question
-        c = covariance / variance_old if variance_old > 0 else 0.0
-        weight = estimator.gamma * (min(max(c, 0.0), 1.0) if estimator.clamp else c)
-    w = float(weight.mean()) if isinstance(weight, Tensor) else float(weight)
-    left = 1.0 if variance_new == 0 else 1 + (w * w * variance_old - 2 * w * covariance) / variance_new
-    # steps that are not corrected keep all of theirs
-    return Decision(1 - estimator.step_fraction * (1 - left), correction.cost, w)
+    return float((new * new).sum()), float((old * old).sum()), float((new * old).sum())

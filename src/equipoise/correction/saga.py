@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from equipoise.correction.estimator import Estimator, Way
+from equipoise.correction.coefficient import Loss
+from equipoise.correction.estimator import Estimator, ModeName
 from equipoise.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAGA(Estimator):
-    """SAGA (Defazio et al. 2014) with a batch as the unit: g = g_new - (g_i - mean of all g), g_i as last seen.
+    """SAGA (Defazio et al. 2014) over batches: g = g_new - (g_i - mean of all g), g_i as last seen for batch i.
 
-    The batches keep their images through training (the order changes), and the table holds one gradient on the
-    active weights for each: no pass beyond SGD's. The first epoch fills the table and is not corrected.
+    A batch keeps its images in every epoch; only the order of the batches changes. A table holds the last gradient
+    of each batch at the active weights, so there are no extra passes. The first epoch fills the table and is not
+    corrected.
     """
 
+    mode: ModeName = "table"
+    modes: ClassVar[tuple[ModeName, ...]] = ("table",)
     fixed_batches: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.coefficient == "loss":
-            raise UserError("SAGA has no old weights to compare losses at; coefficient is fixed, gradient or linear")
-
-    @property
-    def source(self) -> Way:
-        return "table"
+        if isinstance(self.coefficient, Loss):
+            raise UserError("coefficient=loss compares losses at old weights; SAGA takes fixed, gradient or linear")

@@ -1,4 +1,4 @@
-"""An old copy of the model's tensors, and running the model with it without a trace."""
+"""Old weights of a model, and passes that leave no trace in the live one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from equipoise.storage.packed_modules import PackedLayer, set_data
 from equipoise.topology.selection import unwrap
 
 
-class Random:
+class RandomState:
     """The state of torch's global random number generators, to draw the same dropout masks twice."""
 
     def __init__(self, device: torch.device) -> None:
@@ -28,23 +28,24 @@ class Random:
         return self._cpu, self._cuda
 
     @classmethod
-    def of(cls, cpu: Tensor, cuda: Tensor | None, device: torch.device) -> Random:
+    def of(cls, cpu: Tensor, cuda: Tensor | None, device: torch.device) -> RandomState:
+        """Make it from a saved state."""
         new = object.__new__(cls)
         new._device, new._cpu, new._cuda = device, cpu.cpu(), None if cuda is None else cuda.cpu()
         return new
 
     def restore(self) -> None:
+        """Set the generators to this state."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 class Snapshot:
-    """All parameters and buffers of a model as they once were.
+    """A copy of all parameters and buffers of a model; empty until `take` is called.
 
-    `at` exchanges the storage of the live tensors for the old one, so the same module (compiled or not, whatever its
-    class) computes at θ̃. Buffers are exchanged too: the pass updates the old copy's running statistics, never the
-    live ones.
+    `at` swaps the storage of the live tensors for that of the copy, so the same module, compiled or not, computes at
+    θ̃. Buffers are swapped too: a pass at the snapshot updates the running statistics of the copy, not the live ones.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,16 +57,16 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """What a snapshot takes."""
+        """The size of a snapshot, whether one was taken or not."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._live().values())
 
     def _live(self) -> dict[str, Tensor]:
-        # looked up each time: `model.to(device)` replaces buffers
+        # Not cached: `model.to(device)` replaces buffers.
         return dict(chain(self._model.named_parameters(), self._model.named_buffers()))
 
     @torch.no_grad()
     def take(self) -> None:
-        """Keep the tensors of now, in the memory of the last snapshot where there is one."""
+        """Copy the live tensors, into the memory of the previous copy if it fits."""
         for name, tensor in self._live().items():
             old = self.tensors.get(name)
             if old is None or old.shape != tensor.shape or old.device != tensor.device or old.dtype != tensor.dtype:
@@ -75,25 +76,30 @@ class Snapshot:
 
     @contextmanager
     def at(self) -> Iterator[None]:
-        """Run the model with its old tensors; its own come back afterwards, untouched."""
+        """Run the model with the tensors of the snapshot; restore the live tensors afterwards."""
         live = self._live()
         own = {name: tensor.data for name, tensor in live.items()}
         try:
-            _exchange(live, self.tensors)
+            _swap(live, self.tensors)
             yield
         finally:
-            _exchange(live, own)
+            _swap(live, own)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take tensors by name, such as those of a checkpoint.
+
+        Raises:
+            UserError: Names or shapes are not those of the model.
+        """
         live = self._live()
         if tensors and (differing := set(tensors) ^ set(live)):
-            raise UserError(f'the snapshot is of another model: "{min(differing)}" is in one of them only')
-        sparse = self._packed()
+            raise UserError(f'the snapshot belongs to another model: only one of them has "{min(differing)}"')
+        packed = self._packed()
         for name, value in tensors.items():
-            if value.shape != live[name].shape and name not in sparse:
-                was, now = tuple(value.shape), tuple(live[name].shape)
-                raise UserError(f'the snapshot is of another model: "{name}" has shape {was}, here {now}')
-        # in the layout of the live tensors, which compiled passes rely on
+            if value.shape != live[name].shape and name not in packed:
+                shapes = f"{tuple(value.shape)} in the snapshot and {tuple(live[name].shape)} in the model"
+                raise UserError(f'the snapshot belongs to another model: "{name}" has shape {shapes}')
+        # Compiled passes rely on the memory layout of the live tensors.
         self.tensors = {
             name: torch.empty_like(live[name]).copy_(value).detach()
             if value.shape == live[name].shape
@@ -102,25 +108,28 @@ class Snapshot:
         }
 
     def _packed(self) -> set[str]:
-        """The tensors whose length is the number of active weights, which may differ from then to now."""
+        """Return the names of the tensors whose length is the number of active weights, which may change."""
         layers = [name for name, module in self._model.named_modules() if isinstance(module, PackedLayer)]
         return {f"{layer}.{leaf}" for layer in layers for leaf in ("values", "index")}
 
 
-def _exchange(live: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+def _swap(live: dict[str, Tensor], values: dict[str, Tensor]) -> None:
     for name, tensor in live.items():
         set_data(tensor, values[name])
-    # autocast would go on with the low-precision copies it made of the other weights
-    torch.clear_autocast_cache()
+    torch.clear_autocast_cache()  # it holds low-precision copies of the other weights
 
 
 @contextmanager
 def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Whatever runs inside leaves buffers (running statistics) and random number streams as they were.
+    """Restore the buffers of the model and the global random number generators after the block.
 
-    Python's and numpy's streams too: a user's augmentation may draw from them.
+    The generators of Python and numpy are restored too: a user's augmentation may draw from them.
     """
-    torch_random, python_random, numpy_random = Random(device), random.getstate(), np.random.get_state()  # noqa: NPY002
+    torch_random, python_random, numpy_random = (
+        RandomState(device),
+        random.getstate(),
+        np.random.get_state(),  # noqa: NPY002
+    )
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield

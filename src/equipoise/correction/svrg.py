@@ -1,19 +1,19 @@
-"""SVRG and alpha-SVRG."""
+"""SGD, SVRG and alpha-SVRG."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from equipoise.correction.estimator import CoefficientName, Estimator
+from equipoise.correction.coefficient import CoefficientChoice, Linear
+from equipoise.correction.estimator import Estimator
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Estimator):
-    """No correction: the batch gradient as it is."""
+    """No correction: the plain batch gradient."""
 
-    @property
-    def corrects(self) -> bool:
-        return False
+    corrects: ClassVar[bool] = False
 
     @property
     def cost(self) -> float:
@@ -22,12 +22,11 @@ class SGD(Estimator):
 
 @dataclass(frozen=True, kw_only=True)
 class SVRG(Estimator):
-    """SVRG (Johnson & Zhang 2013): g = g_new - (g_old - g̃), that is c = 1 and γ = 1."""
+    """SVRG (Johnson & Zhang 2013): g = g_new - (g_old - g̃), so c = 1 and γ = 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaSVRG(Estimator):
     """alpha-SVRG (Yin et al. 2023): SVRG with a weight that falls linearly from 0.75 to 0 over training."""
 
-    coefficient: CoefficientName = "linear"
-    value: float = 0.75
+    coefficient: CoefficientChoice = field(default=Linear(0.75))

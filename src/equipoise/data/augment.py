@@ -1,4 +1,4 @@
-"""Random crops, shifts and flips of a batch, on the device where the images are."""
+"""Random crops, shifts and flips of a batch, computed on the device that holds the images."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from equipoise.catalogue import suggestion
-from equipoise.data.checks import require_whole
+from equipoise.checks import require_whole
 from equipoise.errors import UserError
 from equipoise.seeds import generator
 
 
 class Moves(NamedTuple):
-    """What happens to each of N images: displaced by `offsets` (rows, columns) [N, 2], mirrored by `flips` [N]."""
+    """Displacements and flips of N images.
+
+    Attributes:
+        offsets: int64 [N, 2], displacement of the window in rows and columns.
+        flips: bool [N], whether the image is mirrored.
+    """
 
     offsets: Tensor
     flips: Tensor
@@ -24,11 +29,17 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class Augment:
-    """Pad and crop at random, or shift at random; then flip half of the images.
+    """Random crop of the padded image, or random shift; then a horizontal flip of half of the images.
 
-    The defaults are those of the ITOP pipelines: reflect-pad 4, random crop, horizontal flip.
-    BSR-Net's are `Augment(crop=False, shift=0.1)`: a shift of up to ±10 % of the size, zeros moving in.
-    `mode` is how `pad` fills the border: "reflect" or "zero".
+    The defaults are those of the ITOP pipelines: reflect-pad by 4, random crop, flip. BSR-Net uses
+    `Augment(crop=False, shift=0.1)`: a shift of up to ±10 % of the image size, filled with zeros.
+
+    Args:
+        pad: Pixels added on each side before the crop.
+        mode: Fill of the padding, "reflect" or "zero".
+        crop: Whether to pad and crop.
+        flip: Whether to flip.
+        shift: Largest shift as a fraction of the image size; needs `crop=False`.
     """
 
     pad: int = 4
@@ -40,29 +51,29 @@ class Augment:
     def __post_init__(self) -> None:
         if self.mode not in ("reflect", "zero"):
             raise UserError(f'no padding is called "{self.mode}"{suggestion(str(self.mode), ["reflect", "zero"])}')
-        require_whole("pad", self.pad, 0)
+        require_whole(least=0, pad=self.pad)
         if isinstance(self.shift, bool) or not isinstance(self.shift, int | float) or not 0 <= self.shift < 1:
-            raise UserError(f"shift={self.shift!r} must be a fraction of the image size, from 0 to below 1")
+            raise UserError(f"shift={self.shift!r} must be a fraction of the image size, at least 0 and below 1")
         if self.crop and self.shift:
-            raise UserError("crop and shift both move the image; with shift, say crop=False")
+            raise UserError("crop and shift both move the image; with shift, set crop=False")
 
     @property
     def reflect(self) -> bool:
-        """Whether what moves in from outside is the mirrored image rather than zeros."""
+        """Whether pixels from outside the image are reflected rather than zero."""
         return self.crop and self.mode == "reflect"
 
     def reach(self, height: int, width: int) -> tuple[int, int]:
-        """The largest displacement in rows and in columns."""
+        """Largest displacement in rows and in columns."""
         if self.crop:
             return self.pad, self.pad
-        # The small number keeps 0.29 * 100 at 29.
+        # 1e-9 keeps 0.29 * 100 at 29.
         return math.floor(self.shift * height + 1e-9), math.floor(self.shift * width + 1e-9)
 
     def draw(self, count: int, height: int, width: int, seed: int, epoch: int) -> Moves:
-        """The moves of all `count` images in an epoch: row n belongs to image n, whatever batch it is in."""
+        """Draw the moves of `count` images for an epoch; row n is for image n, whichever batch contains it."""
         reach = self.reach(height, width)
         if self.reflect and self.pad >= min(height, width):
-            raise UserError(f"images of {height}x{width} cannot be reflect-padded by {self.pad}; mode='zero' can")
+            raise UserError(f'images of {height}x{width} cannot be reflect-padded by {self.pad}; use mode="zero"')
         rng = generator(seed, "offsets", epoch)
         offsets = torch.stack([torch.randint(-r, r + 1, (count,), generator=rng) for r in reach], dim=1)
         flips = torch.zeros(count, dtype=torch.bool)
@@ -72,12 +83,16 @@ class Augment:
 
 
 def move(images: Tensor, moves: Moves, *, reflect: bool) -> Tensor:
-    """Each image of [B, C, H, W] seen through a window displaced by its offset, then mirrored if it flips.
+    """Displace the window onto each image by its offset, then mirror the flipped ones.
 
-    An offset of (1, 0) moves the window one row down. Displacing by up to `pad` is padding by
-    `pad` and cropping at random. Outside the image lie zeros, or with `reflect` its mirror image
-    (without the edge repeated, for offsets smaller than the image).
-    A pure function without host synchronisation, made to be compiled.
+    An offset of (1, 0) moves the window one row down. Displacing by up to `pad` equals padding by `pad` and
+    cropping at random. The function is pure and does not synchronise with the host, so it can be compiled.
+
+    Args:
+        images: [B, C, H, W].
+        moves: One row per image.
+        reflect: Fill with the mirror image, without repeating the edge, rather than with zeros. Offsets must
+            then be smaller than the image.
     """
     height, width = images.shape[-2:]
     rows = torch.arange(height, device=images.device) + moves.offsets[:, :1]
@@ -91,15 +106,15 @@ def move(images: Tensor, moves: Moves, *, reflect: bool) -> Tensor:
 
 def _gather(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Pixel (r, c) of the result is pixel (rows[r], columns[c]); one gather for all images and channels."""
-    places = rows[:, :, None] * images.shape[-1] + columns[:, None, :]
-    places = places.flatten(1)[:, None].expand(-1, images.shape[1], -1)
-    return images.flatten(2).gather(2, places).view(images.shape)
+    index = rows[:, :, None] * images.shape[-1] + columns[:, None, :]
+    index = index.flatten(1)[:, None].expand(-1, images.shape[1], -1)
+    return images.flatten(2).gather(2, index).view(images.shape)
 
 
-def _mirrored(places: Tensor, size: int) -> Tensor:
+def _mirrored(index: Tensor, size: int) -> Tensor:
     last = size - 1
-    return last - (last - places.abs()).abs()
+    return last - (last - index.abs()).abs()
 
 
-def _inside(places: Tensor, size: int) -> Tensor:
-    return (places >= 0) & (places < size)
+def _inside(index: Tensor, size: int) -> Tensor:
+    return (index >= 0) & (index < size)

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from their official python batches (Krizhevsky, 2009)."""
+"""CIFAR-10 and CIFAR-100 from the official Python batches (Krizhevsky, 2009)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from equipoise.data.dataset_files import Source
-from equipoise.data.images import Images, Splits
+from equipoise.data.dataset import Images, Splits
+from equipoise.data.dataset_source import DatasetSource
 from equipoise.data.plain_pickle import read_plain_pickle
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
-ROW = 3 * 32 * 32  # a row: the red plane, then green, then blue
+ROW = 3 * 32 * 32  # a row holds the red plane, then green, then blue
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The files of one of the two datasets and the keys inside them."""
+    """File names of one of the two datasets, and keys inside the files."""
 
-    source: Source
+    source: DatasetSource
     folder: str
     train: tuple[str, ...]
     test: str
@@ -34,7 +34,7 @@ class _Layout:
 
 
 _CIFAR10 = _Layout(
-    source=Source("CIFAR-10", f"cifar-10-python.tar.gz at {PAGE}"),
+    source=DatasetSource("CIFAR-10", f"cifar-10-python.tar.gz at {PAGE}"),
     folder="cifar-10-batches-py",
     train=tuple(f"data_batch_{k}" for k in range(1, 6)),
     test="test_batch",
@@ -46,7 +46,7 @@ _CIFAR10 = _Layout(
     std=(0.2470, 0.2435, 0.2616),
 )
 _CIFAR100 = _Layout(
-    source=Source("CIFAR-100", f"cifar-100-python.tar.gz at {PAGE}"),
+    source=DatasetSource("CIFAR-100", f"cifar-100-python.tar.gz at {PAGE}"),
     folder="cifar-100-python",
     train=("train",),
     test="test",
@@ -97,7 +97,7 @@ def _class_names(layout: _Layout, path: Path) -> tuple[str, ...]:
 
 
 def _content(layout: _Layout, path: Path) -> dict[str, Any]:
-    """The dictionary in a batch file; its keys are bytes when Python 2 wrote them."""
+    """The dictionary in a batch file, with text keys; files written by Python 2 have bytes."""
     try:
         content = read_plain_pickle(path)
     except Exception as error:

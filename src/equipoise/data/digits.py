@@ -1,4 +1,4 @@
-"""The handwritten digits that come with scikit-learn: data for a first try, without a download."""
+"""The handwritten digits of scikit-learn, for a first run without a download."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from pathlib import Path
 
 import torch
 
-from equipoise.data.images import Images, Splits, statistics
+from equipoise.data.dataset import Images, Splits, statistics
 
 TEST_IMAGES = 360
 
 
 def read_digits(root: Path) -> Splits:
-    """Handwritten digits of scikit-learn, 1x8x8 in 10 classes, 1,437 + 360 images, nothing to download."""
+    """Handwritten digits of scikit-learn, 1x8x8 in 10 classes, 1,437 + 360 images, no download."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     labels = torch.from_numpy(bunch.target).to(torch.int64)
     grey = torch.from_numpy(bunch.images).unsqueeze(1)  # 0..16
     everything = Images((grey * (255 / 16)).round().to(torch.uint8), labels)
-    # Every fifth image or so of the list sorted by class: stratified, and the same for ever.
+    # About every fifth image of the list sorted by class, so that the split is stratified and never changes.
     by_class = labels.argsort(stable=True)
     picks = (2 * torch.arange(TEST_IMAGES) + 1) * len(labels) // (2 * TEST_IMAGES)
     is_test = torch.zeros(len(labels), dtype=torch.bool)

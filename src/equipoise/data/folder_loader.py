@@ -1,4 +1,4 @@
-"""Batches of a folder of images, decoded in worker processes, with epochs that can be asked for again."""
+"""Batches of a folder of images, decoded in worker processes, with reproducible epochs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from equipoise.data.checks import require_whole
-from equipoise.data.images import Folder
+from equipoise.checks import require_whole
+from equipoise.data.dataset import Folder
+from equipoise.data.epoch_order import Order
+from equipoise.data.image_files import ResizedCrop, centre_box, crop, decode
 from equipoise.data.loader import unit
-from equipoise.data.order import Order
-from equipoise.data.pictures import ResizedCrop, centre_box, cut, decode
 from equipoise.errors import UserError
 from equipoise.seeds import derive
 
-EVALUATION_ZOOM = 224 / 256  # the usual centre crop of 224 from a picture resized to 256
+EVALUATION_ZOOM = 224 / 256  # the usual centre crop of 224 pixels from an image resized to 256
 
 
 class FolderLoader:
-    """Batches `(x, y)` of a folder of images: x float32 [B, 3, size, size] in [0, 1], y int64.
+    """Batches `(x, y)` of a folder of images; x is float32 [B, 3, size, size] in [0, 1], y is int64.
 
-    The interface and the promise of `Loader`: the crop and the flip of an image are drawn from
-    (seed, epoch, image), so neither the number of `workers` nor the batch size changes them.
-    Without `augment` the centre square is shown, as in evaluation.
+    Epochs are reproducible as with `Loader`. The crop and the flip of an image are a function of
+    (seed, epoch, image) and do not depend on the number of workers or the batch size.
+
+    Args:
+        folder: The dataset.
+        augment: Random crop; `None` for the centre square, as in evaluation.
+        size: Side of the images in pixels.
+        workers: Number of decoding processes; 0 decodes in this process.
+
+    The other arguments are those of `Loader`.
     """
 
     def __init__(
@@ -45,8 +52,8 @@ class FolderLoader:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        require_whole("size", size, 1)
-        require_whole("workers", workers, 0)
+        require_whole(size=size)
+        require_whole(least=0, workers=workers)
         self.order = Order(len(folder), batch, seed, shuffle, drop_last, fixed_batches, rank, ranks)
         self.folder = folder
         self.augment = augment
@@ -55,11 +62,11 @@ class FolderLoader:
         self.workers = workers
 
     def __len__(self) -> int:
-        """Batches per epoch."""
+        """Number of batches per epoch."""
         return len(self.order)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, from batch `start` on."""
+        """The batches of an epoch, beginning with batch `start`."""
         self.order.check(start, extra=1)
         plan = self.order.plan(epoch)
         images = plan.images.tolist()
@@ -69,39 +76,39 @@ class FolderLoader:
             collate_fn=_collated,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # its own, or it would draw from the global one
+            generator=torch.Generator(),  # a separate one, because the default draws from the global generator
         )
         return self._stream(batches)
 
     def batch(self, epoch: int, i: int) -> tuple[Tensor, Tensor]:
-        """Batch i of an epoch, bit-equal to the one that `epoch` gives; decoded in this process."""
+        """Batch i of an epoch, bit-equal to the one that `epoch` yields; decoded in this process."""
         self.order.check(i)
         plan = self.order.plan(epoch)
         squares = self._squares(epoch)
         return self._delivered(_collated([squares[n] for n in plan.images[plan.part(i)].tolist()]))
 
     def index(self, epoch: int, i: int) -> int:
-        """Which of the fixed batches is batch i of an epoch."""
+        """Index, constant over epochs, of the fixed batch that is batch i of an epoch."""
         return self.order.index(epoch, i)
 
     def _squares(self, epoch: int) -> _Squares:
         return _Squares(self.folder, self.size, self.augment, self.order.seed, epoch)
 
     def _stream(self, batches: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        # A plain loop, so that an error lets go of the iterator, and of its workers, at once.
+        # A plain loop, so that an error releases the iterator and its workers at once.
         for batch in batches:
             yield self._delivered(batch)
 
     def _delivered(self, batch: tuple[Tensor, Tensor] | UserError) -> tuple[Tensor, Tensor]:
         if isinstance(batch, UserError):
-            raise UserError(*batch.args)  # a new one: raising this local would make a reference cycle
+            raise UserError(*batch.args)  # a new error: raising this local would create a reference cycle
         x, y = (each.to(self.device, non_blocking=True) for each in batch)
         return unit(x), y
 
 
 @dataclass(frozen=True, eq=False)
 class _Squares(Dataset[tuple[Tensor, int] | UserError]):
-    """The squares that the network sees of each image in one epoch; this is what travels to the workers."""
+    """The crop of each image in one epoch; the object that is sent to the workers."""
 
     folder: Folder
     size: int
@@ -110,17 +117,17 @@ class _Squares(Dataset[tuple[Tensor, int] | UserError]):
     epoch: int
 
     def __getitem__(self, n: int) -> tuple[Tensor, int] | UserError:
-        # An error is handed over as a value: raised in a worker it would arrive wrapped in a traceback.
+        # An error is returned as a value: raised in a worker, it would arrive wrapped in a traceback.
         try:
-            picture = decode(self.folder.root / str(self.folder.names[n]))
+            image = decode(self.folder.root / str(self.folder.names[n]))
         except UserError as error:
             return error
         if self.augment is None:
-            square = cut(picture, centre_box(*picture.size, zoom=EVALUATION_ZOOM), self.size)
+            square = crop(image, centre_box(*image.size, zoom=EVALUATION_ZOOM), self.size)
         else:
             rng = Random(derive(self.seed, "resized crop", self.epoch, n))
-            box, flip = self.augment.box(*picture.size, rng), self.augment.flip and rng.random() < 0.5
-            square = cut(picture, box, self.size, flip)
+            box, flip = self.augment.box(*image.size, rng), self.augment.flip and rng.random() < 0.5
+            square = crop(image, box, self.size, flip)
         return square, int(self.folder.labels[n])
 
 

@@ -1,4 +1,4 @@
-"""Datasets of image files in folders: ImageNet, or any ROOT/train/CLASS/*.jpg."""
+"""Datasets of image files in class folders: ImageNet, or any ROOT/train/CLASS/*.jpg."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from equipoise.data.dataset_files import Source
-from equipoise.data.images import Folder, Images, Splits, Statistics, statistics
-from equipoise.data.pictures import centre_box, cut, decode
+from equipoise.data.dataset import Folder, Images, Splits, Statistics, statistics
+from equipoise.data.dataset_source import DatasetSource
+from equipoise.data.image_files import centre_box, crop, decode
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-IMAGENET = Source("ImageNet", "https://www.image-net.org (ILSVRC 2012, validation images sorted into class folders)")
+IMAGENET = DatasetSource(
+    "ImageNet", "https://www.image-net.org (ILSVRC 2012, validation images sorted into class folders)"
+)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-PICTURES = Source("image folder", "your own pictures, laid out as train/CLASS/*.jpg and val/CLASS/*.jpg")
+FOLDER = DatasetSource("image folder", "your own images, laid out as train/CLASS/*.jpg and val/CLASS/*.jpg")
 
 
 def read_imagenet(root: Path) -> Splits:
@@ -29,11 +31,11 @@ def read_imagenet(root: Path) -> Splits:
 
 def read_folder(root: Path) -> Splits:
     """Any folder of images, ROOT/train/CLASS/* and ROOT/{val,test}/CLASS/*, decoded in worker processes."""
-    # One folder beside train/ is the test set, whichever its name; of two, val/ is for validation.
-    beside = [part for part in ("val", "test") if os.path.isdir(root / part)] or ["val"]
-    classes = _classes(root / "train", PICTURES)
-    train = _listed(root / "train", classes, PICTURES)
-    *validation, test = (_listed(root / part, classes, PICTURES) for part in beside)
+    # A single folder next to train/ is the test set, whatever its name; if there are two, val/ is for validation.
+    others = [part for part in ("val", "test") if os.path.isdir(root / part)] or ["val"]
+    classes = _classes(root / "train", FOLDER)
+    train = _listed(root / "train", classes, FOLDER)
+    *validation, test = (_listed(root / part, classes, FOLDER) for part in others)
     return Splits(train, validation[0] if validation else None, test, classes, *folder_statistics(train))
 
 
@@ -41,13 +43,13 @@ def folder_statistics(folder: Folder, sample: int = 512, size: int = 224) -> Sta
     """Channel statistics of up to `sample` images, evenly spaced over the folder."""
     count = min(sample, len(folder))
     chosen = folder.subset(torch.arange(count) * len(folder) // count)
-    pictures = (decode(folder.root / name) for name in chosen.names)
-    squares = [cut(picture, centre_box(*picture.size, zoom=1), size) for picture in pictures]
+    images = (decode(folder.root / name) for name in chosen.names)
+    squares = [crop(image, centre_box(*image.size, zoom=1), size) for image in images]
     return statistics(Images(torch.stack(squares), chosen.labels))
 
 
-def _classes(folder: Path, source: Source) -> tuple[str, ...]:
-    """The names of the class folders, sorted; their places are the labels."""
+def _classes(folder: Path, source: DatasetSource) -> tuple[str, ...]:
+    """Names of the class folders, sorted; the index of a name is its label."""
     if not os.path.isdir(folder):
         raise source.missing(folder)
     names = [name for name in _visible(folder, source) if os.path.isdir(folder / name)]
@@ -56,14 +58,14 @@ def _classes(folder: Path, source: Source) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _listed(folder: Path, classes: tuple[str, ...], source: Source) -> Folder:
-    """All images of a split."""
+def _listed(folder: Path, classes: tuple[str, ...], source: DatasetSource) -> Folder:
+    """The images of one split."""
     label_of = {name: label for label, name in enumerate(classes)}
     names: list[str] = []
     labels: list[int] = []
     for name in _classes(folder, source):
         if name not in label_of:
-            raise source.damaged(folder, f"has a class {name} that train/ has not")
+            raise source.damaged(folder, f"has a class {name} that train/ does not have")
         files = [file for file in _visible(folder / name, source) if file.lower().endswith(SUFFIXES)]
         if not files:
             raise source.damaged(folder / name, "holds no images")
@@ -72,8 +74,8 @@ def _listed(folder: Path, classes: tuple[str, ...], source: Source) -> Folder:
     return Folder(folder, np.array(names), torch.tensor(labels))
 
 
-def _visible(folder: Path, source: Source) -> list[str]:
-    """The sorted names in a folder, without hidden ones (such as the "._x.jpg" of macOS archives)."""
+def _visible(folder: Path, source: DatasetSource) -> list[str]:
+    """Sorted names in a folder, without hidden ones (such as "._x.jpg" of macOS archives)."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:

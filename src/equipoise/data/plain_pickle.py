@@ -1,4 +1,4 @@
-"""Read pickles that hold numpy arrays and plain containers, and nothing that could run code."""
+"""Read pickles of numpy arrays and plain containers; refuse everything that could run code."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 
 
 def _plain_dtype(code: str | bytes, align: object = False, copy: object = False) -> np.dtype[Any]:
-    """`numpy.dtype` for numbers and fixed-width text only.
+    """`numpy.dtype`, restricted to numbers and fixed-width text.
 
-    Python 2 pickles pass `align` as the number 0, about which numpy 2.4.0 to 2.4.4 warn, hence the bools.
+    Python 2 pickles pass `align` as the number 0; numpy 2.4.0 to 2.4.4 warn about that, hence `bool(align)`.
     """
     dtype = np.dtype(code.decode("ascii") if isinstance(code, bytes) else code, bool(align), bool(copy))
     if dtype.kind not in "biufcSU":
-        raise pickle.UnpicklingError(f"arrays of {dtype} are not admitted")
+        raise pickle.UnpicklingError(f"arrays of {dtype} are not allowed")
     return dtype
 
 
-# numpy's function by the public way to it: its module was renamed in numpy 2.
+# Obtained from an array, because numpy 2 renamed the private module of this function.
 _reconstruct = np.empty(0).__reduce__()[0]
 
-# All that an array, or the bytes of a Python 3 pickle of protocol 2, ask for by name.
-_ADMITTED: dict[tuple[str, str], Any] = {
+# All names that arrays, and bytes in a Python 3 pickle of protocol 2, refer to.
+_ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy", "ndarray"): np.ndarray,
@@ -35,18 +35,18 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """An unpickler whose every name outside a short list is refused before it is imported."""
+    """Unpickler that refuses every name outside a short list before importing it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ADMITTED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}; only numpy arrays are admitted")
-        return _ADMITTED[module, name]
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}; only numpy arrays are allowed")
+        return _ALLOWED[module, name]
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """The content of a pickle written by Python 2 or 3; Python 2 strings come back as bytes.
+    """Read a pickle written by Python 2 or 3; Python 2 strings are returned as bytes.
 
-    Damaged input makes the pickle machine raise almost anything, so callers catch `Exception`.
+    On damaged input the unpickler raises almost anything, so callers must catch `Exception`.
     """
     with path.open("rb") as file:
         return PlainUnpickler(file, encoding="bytes").load()

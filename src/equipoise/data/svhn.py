@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from equipoise.data.dataset_files import Source
-from equipoise.data.images import Images, Splits
+from equipoise.data.dataset import Images, Splits
+from equipoise.data.dataset_source import DatasetSource
 
-SOURCE = Source("SVHN", "http://ufldl.stanford.edu/housenumbers (format 2, cropped digits)")
+SOURCE = DatasetSource("SVHN", "http://ufldl.stanford.edu/housenumbers (format 2, cropped digits)")
 MEAN = (0.4377, 0.4438, 0.4728)
 STD = (0.1980, 0.2010, 0.1970)
 
@@ -28,7 +28,7 @@ def _images(path: Path) -> Images:
 
     try:
         content = loadmat(path, variable_names=["X", "y"])
-    except Exception as error:  # a damaged file makes scipy raise almost anything
+    except Exception as error:  # scipy raises almost anything on a damaged file
         raise SOURCE.unreadable(path, "a MATLAB file", error) from None
     pixels, digits = content.get("X"), content.get("y")
     if not (

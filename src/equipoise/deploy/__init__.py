@@ -1,4 +1,4 @@
-"""Deployment: trained networks as small files, and modules that run from them with the sparse kernels."""
+"""Deployment: write trained networks to small files, and run them with the sparse kernels."""
 
 from equipoise.deploy.blueprint import Blueprint, Network
 from equipoise.deploy.custom import save

@@ -1,4 +1,4 @@
-"""How large a packed file is and how fast it runs, beside dense PyTorch and onnxruntime on the same machine."""
+"""Measure the size and speed of a packed file against dense PyTorch and onnxruntime on the same machine."""
 
 from __future__ import annotations
 
@@ -25,15 +25,23 @@ from equipoise.storage.pack import describe
 Run = Callable[[], object]
 DENSE = ("PyTorch", "PyTorch channels_last")
 ONE, MANY = 1, 128
-LATENCY_TURNS = 5  # times as many turns for a single image, as these are over so soon
+LATENCY_TURNS = 5  # times as many repeats for a single image, because these are short
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `equipoise bench` prints.
+    """Sizes and timings, as `equipoise bench` prints them.
 
-    stored: numbers in the file, of all `parameters`. sparse_layers: those that run on the sparse kernels. seconds:
-    medians for one image and for 128, by rival. missing: packages that a rival would need.
+    Args:
+        file_bytes: Size of the packed file.
+        dense_bytes: Size of the dense state_dict.
+        stored: Numbers in the file.
+        parameters: Parameters of the dense model.
+        layers: Layers with a weight.
+        sparse_layers: Layers that run on the sparse kernels.
+        threads: Threads of torch and of the kernels.
+        seconds: Median seconds for one image and for 128, by rival.
+        missing: Packages that are not installed and that a rival would need.
     """
 
     file_bytes: int
@@ -48,13 +56,19 @@ class Report:
 
     @property
     def dense(self) -> tuple[float, float]:
-        """The faster of PyTorch's layouts, for one image and for 128."""
+        """Seconds of the faster of PyTorch's layouts, for one image and for 128."""
         one, many = zip(*(self.seconds[name] for name in DENSE), strict=True)
         return min(one), min(many)
 
 
 def bench(path: Path, repeats: int = 15, threads: int | None = None) -> Report:
-    """Measure a packed file. The rivals are the same network, norms folded alike, with its zeros stored."""
+    """Measure a packed file. The rivals run the same network, with norms folded and zeros stored.
+
+    Args:
+        path: A file that `equipoise export` wrote.
+        repeats: Repeats of each rival for 128 images; a single image is repeated five times as often.
+        threads: Number of threads; torch's present number by default.
+    """
     unpacked = read_packed(path)
     skeleton, sparse = unpacked.blueprint.skeleton(), with_kernels(unpacked.model)
     with using_threads(threads) as count, tempfile.TemporaryDirectory() as folder:
@@ -75,7 +89,7 @@ def bench(path: Path, repeats: int = 15, threads: int | None = None) -> Report:
 
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[int]:
-    """So many threads for torch and the kernels, which share its number."""
+    """Use `threads` threads in torch and the kernels, or torch's present number; yield the number."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -87,7 +101,7 @@ def using_threads(threads: int | None) -> Iterator[int]:
 def make_rivals(
     sparse: nn.Module, unpacked: Unpacked, folder: Path, threads: int
 ) -> tuple[dict[str, Callable[[Tensor], Run]], list[str]]:
-    """For each rival, how to make a run of it for given images; and what is not installed."""
+    """Return a function by rival that prepares a run on given images, and the packages that are missing."""
     model = unpacked.model
     last = cast(Any, copy.deepcopy(model)).to(memory_format=torch.channels_last)
     rivals = {"equipoise": _torch_run(sparse), DENSE[0]: _torch_run(model)}
@@ -128,20 +142,22 @@ def _onnx_run(file: Path, threads: int) -> Callable[[Tensor], Run]:
 def measure(
     rivals: dict[str, Callable[[Tensor], Run]], input_shape: tuple[int, ...], repeats: int
 ) -> dict[str, tuple[float, float]]:
-    """Median seconds of each rival for one image and for 128."""
+    """Return the median seconds of each rival for one image and for 128."""
     images = torch.rand(MANY, *input_shape, generator=torch.Generator().manual_seed(0))
     one = interleaved({name: make(images[:ONE].clone()) for name, make in rivals.items()}, LATENCY_TURNS * repeats)
     many = interleaved({name: make(images) for name, make in rivals.items()}, repeats)
     return {name: (one[name], many[name]) for name in rivals}
 
 
-def interleaved(runs: dict[str, Run], repeats: int) -> dict[str, float]:
-    """Median seconds of each; the rivals take turns, so that a busy moment of the machine meets all of them."""
+def interleaved(
+    runs: dict[str, Run], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Return the median seconds of each run. The runs take turns, so that a busy moment of the machine hits all."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
-            begin = time.perf_counter()
+            begin = clock()
             run()
             if turn:  # the first turn warms caches and buffers
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(clock() - begin)
     return {name: statistics.median(values) for name, values in times.items()}

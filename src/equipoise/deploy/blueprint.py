@@ -1,4 +1,4 @@
-"""A trained network as it leaves its run: which model of the catalogue, for which input, with which weights."""
+"""A trained network independent of its run: a model of the catalogue, its input and its weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from equipoise.config import call, checked
 from equipoise.errors import UserError
 from equipoise.models import MODELS, Normalize
 
-LARGEST = 2**28  # weights of a model, zeros included: what a header can make us allocate is 1 GiB per copy
-LARGEST_INPUT = 2**22  # numbers of one image
+LARGEST = 2**28  # weights of a model, zeros included: a header can make us allocate 1 GiB per copy
+LARGEST_INPUT = 2**22  # numbers in one image
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a file says about a network beside its weights.
+    """Everything that a file says about a network apart from its weights.
 
-    model: a name of the catalogue, its `options`; input_shape: of one image; mean, std: of the normalisation.
+    Args:
+        model: Name in the catalogue of models.
+        options: Options of the model.
+        input_shape: Shape of one image.
+        mean: Mean of the normalisation, per channel.
+        std: Standard deviation of the normalisation, per channel.
     """
 
     model: str
@@ -32,7 +37,11 @@ class Blueprint:
     std: tuple[float, ...]
 
     def skeleton(self) -> nn.Module:
-        """The model without memory for its weights, in eval mode, shown to take its input."""
+        """Build the model in eval mode without memory for its weights, and check that it takes its input.
+
+        Raises:
+            UserError: If the model cannot be built, is too large, or does not take the input.
+        """
         factory = MODELS[self.model]
         options = checked(factory, self.options, "model")
         try:
@@ -42,13 +51,13 @@ class Blueprint:
         except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
             raise UserError(f"model: {' '.join(str(error).split())[:200]}") from None
         if size > LARGEST:
-            raise UserError(f"a model of {size} weights is more than the {LARGEST} that a file may ask for")
+            raise UserError(f"the model has {size} weights, more than the {LARGEST} that a file may ask for")
         self._check_input(model)
         return model
 
     def _check_input(self, model: nn.Module) -> None:
         if min(self.input_shape, default=1) < 1 or math.prod(self.input_shape) > LARGEST_INPUT:
-            raise UserError(f"an input of {self.input_shape} cannot be")
+            raise UserError(f"no image has the shape {self.input_shape}")
         try:
             with torch.no_grad():
                 model(torch.empty(1, *self.input_shape, device="meta"))
@@ -57,7 +66,11 @@ class Blueprint:
             raise UserError(f"the model does not take an input of {self.input_shape}: {line}") from None
 
     def fill(self, model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-        """Give a skeleton memory and exactly these parameters; running statistics are reset."""
+        """Give a skeleton memory and exactly these parameters; running statistics are reset.
+
+        Raises:
+            UserError: If names or shapes are not those of the model.
+        """
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if differing := expected.keys() ^ weights.keys():
             raise UserError(f'the weights are not those of {self.model}: "{min(differing)}"')
@@ -77,13 +90,17 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Network:
-    """A blueprint with a state_dict that has the model's usual keys."""
+    """A blueprint with a state_dict in the usual keys of its model."""
 
     blueprint: Blueprint
     state: Mapping[str, Tensor]
 
     def build(self) -> nn.Module:
-        """The dense model in eval mode, on the CPU."""
+        """Build the dense model in eval mode on the CPU.
+
+        Raises:
+            UserError: If the weights do not fit the model or are not finite.
+        """
         skeleton = self.blueprint.skeleton()
         weights = {name: self.state[name] for name, _ in skeleton.named_parameters() if name in self.state}
         model = self.blueprint.fill(skeleton, weights)

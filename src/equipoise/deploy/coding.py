@@ -1,4 +1,4 @@
-"""A sparse weight as few bytes: the gaps between its nonzeros, and their values in float32, bf16 or int8."""
+"""Code a sparse weight in few bytes: the gaps between its nonzeros, and their values in float32, bf16 or int8."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
 
+PARTS = {"values", "gaps", "scale"}
 VALUES: Catalogue[torch.dtype] = Catalogue(
     "type of values", {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 )
@@ -22,10 +23,16 @@ LARGEST_INT8 = 127
 
 
 def encode(weight: Tensor, values: str = "float32") -> dict[str, Tensor]:
-    """The parts of a weight: `values` of its nonzeros in flat order, `gaps` between them, `scale` for int8.
+    """Code a weight.
 
-    int8 values are symmetric with one scale per output channel, max|w| / 127. Where gaps would not pay, all values
-    are stored and there are no `gaps`.
+    Args:
+        weight: The dense weight.
+        values: Type of the values: `float32`, `bf16`, or `int8`, which is symmetric with one scale per output
+            channel, max|w| / 127.
+
+    Returns:
+        `values` of the nonzeros in flat order, `gaps` between them, and `scale` for int8. If gaps would take more
+        bytes than they save, all values and no `gaps`.
     """
     flat, scale = _round(weight.detach().to("cpu", torch.float32), VALUES[values])
     index = flat.nonzero().flatten()
@@ -38,7 +45,7 @@ def encode(weight: Tensor, values: str = "float32") -> dict[str, Tensor]:
 
 
 def _round(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The weight in another type, flat, and for int8 the scale of each row."""
+    """The flat weight in another type, and for int8 the scale of each row."""
     if dtype is not torch.int8:
         return weight.flatten().to(dtype), None
     rows = weight.flatten(1)
@@ -48,47 +55,76 @@ def _round(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-    """The dense float32 weight of this shape; parts that do not fit it are refused."""
+    """Return the dense float32 weight that `encode` coded.
+
+    Raises:
+        UserError: If the parts are not those of a weight of this shape.
+    """
     values, gaps, scale = parts.get("values"), parts.get("gaps"), parts.get("scale")
-    if values is None or values.dim() != 1 or values.dtype not in VALUES.values() or set(parts) - _PARTS:
-        raise UserError("its values are not a vector of float32, bf16 or int8")
+    if values is None or values.dim() != 1 or values.dtype not in VALUES.values() or set(parts) - PARTS:
+        raise UserError("its values must be a vector of float32, bf16 or int8")
     if (scale is None) != (values.dtype is not torch.int8):
-        raise UserError("int8 values have a scale, and no others")
+        raise UserError("int8 values have a scale, other values have none")
     count = math.prod(shape)
     flat = values.float()
     if gaps is not None:
-        index = torch.from_numpy(_places(gaps, values.numel(), count))
+        index = torch.from_numpy(_indices(gaps, values.numel(), count))
         flat = torch.zeros(count).index_put_((index,), flat)
     if flat.numel() != count:
         raise UserError(f"it has {flat.numel()} values for {count} weights")
     weight = flat.view(shape)
     if scale is not None:
         if scale.dtype is not torch.float32 or scale.shape != shape[:1]:
-            raise UserError(f"its scale is not one float32 for each of {shape[0]} output channels")
+            raise UserError(f"its scale must be one float32 for each of {shape[0]} output channels")
         weight = weight * scale.view(-1, *[1] * (len(shape) - 1))
     if not weight.isfinite().all():
         raise UserError("it has values that are not finite")
     return weight
 
 
-_PARTS = {"values", "gaps", "scale"}
+def decode_all(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return the tensors of a model from those of a file.
+
+    Args:
+        tensors: Tensors stored as they are, by name, and the parts of coded weights as `NAME/PART`.
+        shapes: Shapes of the model's tensors, by name.
+
+    Raises:
+        UserError: If there are parts of a weight that the model does not have, or that do not fit it.
+    """
+    found: dict[str, Tensor] = {}
+    coded: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, part = key.rpartition("/")
+        if name and key not in shapes:  # the name of a module may contain a slash
+            coded.setdefault(name, {})[part] = tensor
+        else:
+            found[key] = tensor
+    for name, parts in coded.items():
+        if len(shapes.get(name, ())) < 2:
+            raise UserError(f'the model has no weight "{name}"')
+        try:
+            found[name] = decode(parts, shapes[name])
+        except UserError as error:
+            raise UserError(f'"{name}": {error}') from None
+    return found
 
 
-def _places(gaps: Tensor, values: int, count: int) -> NDArray[np.int64]:
+def _indices(gaps: Tensor, values: int, count: int) -> NDArray[np.int64]:
     if gaps.dim() != 1 or gaps.dtype not in (torch.uint8, torch.uint16):
-        raise UserError("its gaps are not a vector of uint8 or uint16")
+        raise UserError("its gaps must be a vector of uint8 or uint16")
     index = decode_gaps(gaps.numpy())
     if len(index) != values:
-        raise UserError(f"it has {len(index)} places for {values} values")
+        raise UserError(f"it has {len(index)} indices for {values} values")
     if len(index) and index[-1] >= count:  # ascending, so the last is the largest
-        raise UserError(f"it has a value at place {index[-1]} of {count}")
+        raise UserError(f"it has a value at index {index[-1]} of {count}")
     return index
 
 
 def encode_gaps(index: NDArray[np.int64]) -> NDArray[Any]:
-    """Ascending places as the number of zeros before each, in uint8 or uint16, whichever is smaller.
+    """Code ascending indices as the number of zeros before each, in uint8 or uint16, whichever takes fewer bytes.
 
-    The type's largest number stands for so many zeros with no value after them; longer gaps repeat it.
+    The largest number of the type stands for that number of zeros with no value after them. Longer gaps repeat it.
     """
     gaps = np.diff(index, prepend=-1) - 1
     return min((_escape(gaps, kind) for kind in GAP_TYPES), key=lambda codes: codes.nbytes)
@@ -103,7 +139,11 @@ def _escape(gaps: NDArray[np.int64], kind: type[np.uint8] | type[np.uint16]) -> 
 
 
 def decode_gaps(codes: NDArray[Any]) -> NDArray[np.int64]:
-    """The places that `encode_gaps` coded; whatever the codes are, they come out ascending."""
+    """Return the indices that `encode_gaps` coded; any codes give ascending indices.
+
+    Raises:
+        UserError: If the codes end without a value.
+    """
     ends = codes != np.iinfo(codes.dtype).max
     if len(codes) and not ends[-1]:
         raise UserError("its gaps end without a value")

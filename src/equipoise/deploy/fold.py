@@ -1,4 +1,4 @@
-"""BatchNorm of a trained network folded into the layer before it, where the graph allows."""
+"""Fold the BatchNorm of a trained network into the layer before it, if the graph allows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d
 
 @torch.no_grad()
 def fold(model: nn.Module) -> dict[str, str]:
-    """Fold, in place, every BatchNorm that can be; which norms went into which layers.
+    """Fold every BatchNorm in place that follows a layer directly.
 
     With γ, β, μ, σ² of the norm and s = γ / √(σ² + ε): W ← s W, b ← s b + β - s μ per output channel, computed in
-    float64. A norm that follows anything else than a layer of its own (VGG-C's come after the ReLU in its
-    classifier, WRN's before its convolutions) stays, as x ← s x + (β - s μ).
+    float64. Other norms stay as x ← s x + (β - s μ). VGG-C has such norms after the ReLUs of its classifier, and WRN
+    before its convolutions.
+
+    Returns:
+        The names of the folded norms and of the layers they were folded into.
     """
     folded = foldable(model)
-    numbers = {name: _affine(norm) for name, norm in _norms(model).items()}
+    numbers = {name: affine(norm, torch.float64) for name, norm in _norms(model).items()}
     weights: dict[str, Tensor] = {}
     for norm, layer_name in folded.items():
         scale, shift = numbers[norm]
@@ -42,10 +45,10 @@ def fold(model: nn.Module) -> dict[str, str]:
 
 
 def foldable(model: nn.Module) -> dict[str, str]:
-    """The norms whose only input is a convolution or linear layer that nothing else reads, and that layer."""
+    """Return the norms that alone read a convolution or linear layer, and that layer, by name."""
     try:
         nodes = list(fx.symbolic_trace(model).graph.nodes)
-    except Exception:  # whatever a forward may raise on symbolic values: such a model keeps its norms
+    except Exception:  # a forward may raise anything on symbolic values; such a model keeps its norms
         return {}
     calls = Counter(str(node.target) for node in nodes if node.op == "call_module")
     found = {}
@@ -61,9 +64,14 @@ def foldable(model: nn.Module) -> dict[str, str]:
 
 
 def restructure(model: nn.Module, folded: Mapping[str, str]) -> None:
-    """Give a model the form that `fold` leaves: no folded norms, a bias in their layers, plain norms elsewhere.
+    """Give a model the modules it has after `fold`, without setting any numbers.
 
-    The numbers are not set. Names that do not belong to a norm and a layer of its width are refused.
+    Args:
+        model: Changed in place: folded norms are removed, their layers get a bias, other norms become plain.
+        folded: Names of the folded norms and of their layers.
+
+    Raises:
+        UserError: If a name does not belong to a norm or to a layer of its width.
     """
     norms = _norms(model)
     for name, layer_name in folded.items():
@@ -76,19 +84,20 @@ def restructure(model: nn.Module, folded: Mapping[str, str]) -> None:
     for name, norm in norms.items():
         if name not in folded:
             like = next(model.parameters())
-            plain = type(norm)(norm.num_features, eps=NO_EPS)  # statistics 0 and 1: only scale and shift are left
+            plain = type(norm)(norm.num_features, eps=NO_EPS)  # statistics 0 and 1 leave scale and shift
             _replace(model, name, plain.to(like.device, like.dtype))
     model.eval()
 
 
-def _affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """Scale and shift of a BatchNorm in eval mode, in float64."""
+def affine(norm: _BatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return scale and shift of a BatchNorm in eval mode, computed in `dtype`."""
     if norm.running_mean is None or norm.running_var is None:
         raise UserError("a BatchNorm without running statistics depends on its batch; it cannot be exported")
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    scale = scale if norm.weight is None else scale * norm.weight.double()
-    shift = -norm.running_mean.double() * scale
-    return scale, shift if norm.bias is None else shift + norm.bias.double()
+    scale = (norm.running_var.to(dtype) + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.detach().to(dtype)
+    shift = -norm.running_mean.to(dtype) * scale
+    return scale, shift if norm.bias is None else shift + norm.bias.detach().to(dtype)
 
 
 def _norms(model: nn.Module) -> dict[str, _BatchNorm]:

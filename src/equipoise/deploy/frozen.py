@@ -1,4 +1,4 @@
-"""Packed networks for inference: `freeze` turns a packed model into programs of kernel steps."""
+"""Packed models for inference: `freeze` turns a packed model into programs of kernel steps."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from equipoise.deploy.program import Program, runs
-from equipoise.kernels import library as kernels
+from equipoise.deploy.program import Program, supports
 from equipoise.kernels.blocked import as_float32, from_blocked, to_blocked
-from equipoise.kernels.library import LANES, Map, byref
+from equipoise.kernels.library import LANES, available
 from equipoise.storage.pack import trace
 from equipoise.storage.packed_model import BLOCKED
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
 
-FEW = 8  # images below which plane by plane beats side by side
-# Images that go through the whole network together: many, so that threads are woken seldom and share large steps,
-# but no more than a batch of 128 small ones, for every step has a buffer of its own.
+FEW = 8  # fewer images run faster plane by plane than side by side
+# Limits of the images that run through the whole network together. Many images share large steps and wake threads
+# seldom, but every step has a separate buffer: no more than those of 128 small images.
 POSITIONS = 128 * 32 * 32
 MOST_BLOCKS = 8
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """The packed model for inference: weights as they are now, BatchNorm folded, no gradients.
+    """Prepare a packed model for inference, with its present weights, BatchNorm folded and no gradients.
 
-    A model that leaves the blocked layout halfway cannot be made one program; it comes back as a copy in eval mode.
+    Args:
+        model: A packed model; it is not changed.
+
+    Returns:
+        A `Frozen` model. If the kernels are not available, or the model leaves the blocked layout between two packed
+        layers, a copy of the model in eval mode.
     """
     if isinstance(model, Frozen):
         return model
     model = copy.deepcopy(model).eval().requires_grad_(False)
-    if not kernels.available():
+    if not available():
         return model
-    # a forward that looks at `self.training` or uses no_grad cannot be traced for training, but here is one mode only
+    # a forward that reads `self.training` or uses no_grad cannot be traced for training, but inference has one mode
     with torch.no_grad():
         traced = model if isinstance(model, fx.GraphModule) else trace(copy.deepcopy(model), modes=(False,))
     parts = None if traced is None else _parts(traced)
@@ -44,15 +48,12 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 def _parts(model: fx.GraphModule) -> tuple[list[Node], list[Node], list[Node]] | None:
-    """Nodes before, in and after the one blocked stretch; None where there is not exactly one."""
+    """Nodes before, in and after the blocked stretch; `None` if there is not exactly one stretch."""
     nodes = list(model.graph.nodes)
     inside = [node for node in nodes if node.target is to_blocked or _is_blocked(node, model)]
     ends = [node for node in nodes if node.target is from_blocked]
-    if (
-        [node.target for node in inside].count(to_blocked) != 1
-        or inside[0].target is not to_blocked
-        or len(ends) != 1
-    ):
+    begins = [node for node in inside if node.target is to_blocked]
+    if not inside or begins != inside[:1] or len(ends) != 1:
         return None
     first, last = nodes.index(inside[0]), nodes.index(ends[0])
     if nodes[first:last] != inside or ends[0].args[0] is not inside[-1]:
@@ -73,31 +74,31 @@ def _is_blocked(node: Node, model: nn.Module) -> bool:
 
 
 class Frozen(nn.Module):
-    """A packed model as programs, one per input shape and per layout, built when first needed."""
+    """A packed model as programs, one per input shape and number of images, built when first needed."""
 
     def __init__(self, model: fx.GraphModule, before: list[Node], inside: list[Node], after: list[Node]) -> None:
         super().__init__()
         self.model = model
         self._before, self._inside, self._after = before, inside, after
         self._placeholders = [node for node in before if node.op == "placeholder"]
-        self._dims = {dims for dims in (2, 3, 4) if runs(inside, model, dims)}
+        self._dims = {dims for dims in (2, 3, 4) if supports(inside, model, dims)}
         self._programs: dict[tuple[int, ...], Program] = {}
         self._lock = threading.Lock()  # programs own their buffers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return freeze, (self.model,)  # a copy builds its programs anew
+        return freeze, (self.model,)  # a copy builds other programs
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if named or len(inputs) != len(self._placeholders):
-            return self.model(*inputs, **named)  # which knows names and defaults
+            return self.model(*inputs, **named)  # it knows names and defaults
         values: dict[Node, Any] = dict(zip(self._placeholders, inputs, strict=True))
         for node in self._before:
             if node.op != "placeholder":
                 values[node] = _evaluate(node, values, self.model)
         x = as_float32(values[self._inside[0].args[0]])  # type: ignore[index]
         if x.dim() not in self._dims:
-            return self.model(*inputs)  # whose layers fold what they can, and say what is wrong with the rest
+            return self.model(*inputs)  # its layers reshape the input or say what is wrong with it
         with self._lock:
             values[self._after[0]] = self._run(x)
         for node in self._after[1:]:
@@ -107,13 +108,10 @@ class Frozen(nn.Module):
     def _run(self, x: Tensor) -> Tensor:
         lanes = 1 if x.shape[0] < FEW else LANES
         shape = tuple(x.shape[1:])
-        parts: list[Tensor] = []
-        for images in x.split(1 if lanes == 1 else LANES * _most_blocks(shape)):
-            program = self._program(shape, _round_up(-(-images.shape[0] // lanes)), lanes)
-            if images.shape[0]:
-                self._load(program, images.reshape(images.shape[0], *program.input.shape[1:4]))
-                program.run()
-            parts.append(self._result(program, images.shape[0]))
+        parts = [
+            self._program(shape, _round_up(-(-images.shape[0] // lanes)), lanes).run(images)
+            for images in x.split(1 if lanes == 1 else LANES * _most_blocks(shape))
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _program(self, shape: tuple[int, ...], blocks: int, lanes: int) -> Program:
@@ -122,37 +120,20 @@ class Frozen(nn.Module):
             self._programs[key] = Program(self._inside, self.model, shape, blocks, lanes)
         return self._programs[key]
 
-    def _load(self, program: Program, x: Tensor) -> None:
-        if program.lanes == 1:
-            program.input[..., 0].copy_(x)
-        else:
-            plain = Map(x.data_ptr(), *x.shape, *x.stride())
-            kernels.library().eq_layout(byref(plain), byref(kernels.describe(program.input)), 1, kernels.threads())
-
-    def _result(self, program: Program, images: int) -> Tensor:
-        whole = program.output.new_empty(images, *program.output.shape[1:4])
-        if program.lanes == 1:
-            whole.copy_(program.output[..., 0])
-        else:
-            plain = Map(whole.data_ptr(), *whole.shape, *whole.stride())
-            blocks = program.output[: -(-images // LANES)]
-            kernels.library().eq_layout(byref(plain), byref(kernels.describe(blocks)), 0, kernels.threads())
-        return {4: whole, 3: whole.squeeze(2), 2: whole.flatten(1)}[program.dims]
-
 
 def _most_blocks(shape: tuple[int, ...]) -> int:
-    """A power of two."""
+    """Blocks that run together; a power of two."""
     room = POSITIONS // (LANES * max(1, math.prod(shape[1:])))
     return 1 << (min(max(room, 1), MOST_BLOCKS).bit_length() - 1)
 
 
 def _round_up(count: int) -> int:
-    """To a power of two, so that batches of all sizes share few programs."""
+    """Round up to a power of two, so that batches of all sizes share few programs."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 def _evaluate(node: Node, values: dict[Node, Any], model: nn.Module) -> Any:
-    """A plain node of the graph, by torch."""
+    """Run a plain node of the graph."""
     args = fx.node.map_arg(node.args, values.__getitem__)
     kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
     if node.op == "output":

@@ -1,4 +1,4 @@
-"""A packed file as a module that runs: sparse kernels where they win, dense layers elsewhere."""
+"""Load a packed file as a module that runs on the sparse kernels if they are faster, else on dense layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from equipoise.deploy.custom import read_own
+from equipoise.deploy.custom import read_custom
 from equipoise.deploy.frozen import Frozen, freeze
 from equipoise.deploy.packed_file import read_packed
 from equipoise.kernels.library import available
@@ -19,25 +19,37 @@ from equipoise.storage.packed_modules import packed
 
 
 def load(path: str | os.PathLike[str], dense: bool = False, into: nn.Module | None = None) -> nn.Module:
-    """The network of a file that `equipoise export` wrote, in eval mode, on the CPU, for inference.
+    """Load a network for inference, in eval mode on the CPU.
 
-    into: a model of one's own, as it was before packing, whose weights `equipoise.save` wrote; it is copied.
+    Sparse layers run on the kernels, dense layers at the ends of the network on torch. If dense layers are faster, or
+    the kernels are not available, all layers are torch's. No code in the file is executed.
 
-    It runs with the sparse kernels, and with torch's own layers at its ends where those are dense. Where dense is
-    faster, where the kernels are not available, or with `dense=True`, all layers are torch's. Nothing in the file is
-    executed, and a file that is damaged in any way is refused with a `UserError`.
+    Args:
+        path: A file that `equipoise export` or `equipoise.save` wrote.
+        dense: Whether to use torch's layers only.
+        into: For a file of `equipoise.save`, the custom model as it was before packing. It is copied.
+
+    Raises:
+        UserError: If the file is missing, damaged, or does not fit the model.
     """
-    model = read_packed(Path(path)).model if into is None else read_own(Path(path), into)
-    # in another layout a forward of one's own may fail (`view`), or change a copy in place and not what it flattened
-    layout = torch.channels_last if into is None else torch.preserve_format
+    if into is None:
+        model, layout = read_packed(Path(path)).model, torch.channels_last
+    else:
+        # in another layout a custom forward may fail (`view`), or change a flattened copy in place
+        model, layout = read_custom(Path(path), into), torch.preserve_format
     return model if dense else with_kernels(model, layout)
 
 
 def with_kernels(model: nn.Module, layout: torch.memory_format = torch.channels_last) -> nn.Module:
-    """The dense model on the sparse kernels where they win, else in a layout: the default is the fastest for torch.
+    """Return a copy of a dense model on the sparse kernels if they are faster, else in a memory layout.
 
-    They win where the sparse layers follow one another: dense ones in between mean leaving the blocked layout and
-    coming back, which costs more than it saves (VGG-C at 60 % took 4 times as long for one image as when dense).
+    The kernels are faster if sparse layers follow one another. Dense layers between them mean leaving the blocked
+    layout and coming back, which costs more than it saves: VGG-C at 60 % took 4 times as long for one image as the
+    dense model.
+
+    Args:
+        model: The dense model, with zeros.
+        layout: Layout of the dense copy; the default is the fastest for torch.
     """
     masks = sparse_masks(model) if available() else {}
     frozen = freeze(pack_masks(model, masks)) if masks else None
@@ -47,7 +59,7 @@ def with_kernels(model: nn.Module, layout: torch.memory_format = torch.channels_
 
 
 def sparse_masks(model: nn.Module) -> dict[str, Tensor]:
-    """The nonzeros of those layers that the sparse kernels run, and faster than torch: not of tied weights, say."""
+    """Return masks of the nonzeros of those layers that can run on the sparse kernels, and faster than on torch."""
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     masks = {}
     for name, layer in model.named_modules():
@@ -61,6 +73,6 @@ def sparse_masks(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _fits(layer: nn.Module, uses: Counter[int]) -> bool:
-    """Whether all parameters of a layer are float32 and its own."""
-    own = list(layer.parameters(recurse=False))
-    return all(parameter.dtype is torch.float32 and uses[id(parameter)] == 1 for parameter in own)
+    """Whether all parameters of a layer are float32 and not tied to others."""
+    parameters = layer.parameters(recurse=False)
+    return all(parameter.dtype is torch.float32 and uses[id(parameter)] == 1 for parameter in parameters)

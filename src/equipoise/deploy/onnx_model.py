@@ -1,4 +1,4 @@
-"""A dense model as an ONNX file, by torch's exporter."""
+"""Write a dense model to an ONNX file with torch's exporter."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ NEEDED = ("onnx", "onnxscript")
 
 
 def missing() -> list[str]:
-    """The packages that the exporter needs and that are not installed."""
+    """Return the packages that the exporter needs and that are not installed."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def check_installed() -> None:
+    """Raise a `UserError` if a package is missing."""
     if missing():
         raise UserError(f"ONNX needs {' and '.join(missing())}: pip install equipoise[onnx]")
 
 
 def write_model(model: nn.Module, input_shape: tuple[int, ...], path: Path) -> None:
-    """Input `images` (any number of them), output `logits`; one file, weights included."""
+    """Write one ONNX file, weights included, with the input `images` (any number) and the output `logits`."""
     check_installed()
-    images = torch.zeros(2, *input_shape)  # of one image the exporter would take the number for fixed
+    images = torch.zeros(2, *input_shape)  # with a single image the exporter would fix the number
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     quiet = io.StringIO()

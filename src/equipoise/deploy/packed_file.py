@@ -1,39 +1,46 @@
-"""The packed file: a safetensors file with coded weights, and a header that says how to make the model of them.
+"""The packed file: a safetensors file with coded weights and a header that describes the model.
 
-The header is JSON in the metadata, under `equipoise`: see `Header`. Tensors: one for each bias and each norm, and
-`NAME/values`, `NAME/gaps` and `NAME/scale` for each weight (see `coding`). Reading one executes nothing: the model is
-looked up by its name in the catalogue.
+The header is JSON in the metadata, under `equipoise`: see `Header`. Biases and norms are tensors of their names. A
+weight is stored as `NAME/values`, `NAME/gaps` and `NAME/scale` (see `coding`). Reading a file executes no code from
+it: the model is looked up in the catalogue by its name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from equipoise.config import build
 from equipoise.deploy.blueprint import Blueprint, Network
-from equipoise.deploy.coding import decode, encode
+from equipoise.deploy.coding import decode_all, encode
 from equipoise.deploy.fold import fold, restructure
 from equipoise.errors import UserError
+from equipoise.files import written_whole
 
 KEY = "equipoise"
-WEIGHTS = "equipoise-weights"  # of a model that is not in the catalogue: see `own`
+WEIGHTS = "equipoise-weights"  # weights of a custom model: see `custom`
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class Header:
-    """version: of this format. network: which model. folded: norms, and the layers they went into. digest: a checksum
-    over everything else in the file.
+    """Header of a packed file.
+
+    Args:
+        version: Version of the format.
+        network: The model.
+        folded: Names of folded norms, and of the layers they were folded into.
+        digest: Checksum of everything else in the file.
     """
 
     version: int
@@ -44,15 +51,30 @@ class Header:
 
 @dataclass(frozen=True)
 class Unpacked:
-    """What a packed file holds: the dense model with its norms folded, in eval mode, and how it is described."""
+    """Content of a packed file.
+
+    Args:
+        blueprint: Description of the model.
+        model: The dense model in eval mode, with its norms folded.
+        stored: Values and scales in the file.
+    """
 
     blueprint: Blueprint
     model: nn.Module
-    stored: int  # numbers in the file that a model is made of
+    stored: int
 
 
 def write_packed(network: Network, path: Path, values: str = "float32") -> None:
-    """Write a network with its weights in float32, bf16 or int8; biases and norms are always float32."""
+    """Write a network to a packed file.
+
+    Args:
+        network: Blueprint and state_dict.
+        path: The file.
+        values: Type of the weights: `float32`, `bf16` or `int8`. Biases and norms are always float32.
+
+    Raises:
+        UserError: If the weights do not fit the model or are not finite.
+    """
     model = network.build()
     header = Header(VERSION, network.blueprint, fold(model))
     tensors: dict[str, Tensor] = {}
@@ -65,7 +87,11 @@ def write_packed(network: Network, path: Path, values: str = "float32") -> None:
 
 
 def read_packed(path: Path) -> Unpacked:
-    """Read what `write_packed` wrote. No code is executed; a file that is not right in every part is refused."""
+    """Read a file that `write_packed` wrote, without executing any code from it.
+
+    Raises:
+        UserError: If the file is missing, damaged, of another version or of another kind.
+    """
     header, tensors = read_file(path, KEY)
     try:
         return _unpack(build(Header, header, "header"), tensors)
@@ -73,14 +99,33 @@ def read_packed(path: Path) -> Unpacked:
         raise UserError(f"{path}: {error}") from None
 
 
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Yield a temporary file that takes the place of `path` when it is complete.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    try:
+        with written_whole(path) as temporary:
+            yield temporary
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write to {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
 def write_file(path: Path, key: str, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write tensors with a header that has their checksum."""
+    """Write tensors and a header with their checksum."""
     signed = {**header, "digest": digest(header, tensors)}
     save_file(tensors, path, metadata={key: json.dumps(signed)})  # one entry: safetensors mixes the order of several
 
 
 def read_file(path: Path, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and tensors of a file that is whole and of the version that is known."""
+    """Read header and tensors of a file, and check its version and its checksum.
+
+    Args:
+        path: The file.
+        key: Key of the header in the metadata: `KEY` or `WEIGHTS`.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             header = _parse_header(path, file.metadata() or {}, key)
@@ -89,7 +134,7 @@ def read_file(path: Path, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
-    except Exception as error:  # safetensors has no one base for what it and torch raise on damaged files
+    except Exception as error:  # safetensors and torch raise exceptions without a common base on damaged files
         line = " ".join(str(error).split())[:200]
         raise UserError(f"{path} is {_what(path, line)}; {_maker(path, key)}") from None
     if header.get("digest") != digest(header, tensors):
@@ -112,66 +157,47 @@ def _parse_header(path: Path, metadata: Mapping[str, str], key: str) -> dict[str
 
 
 def _instead(path: Path, metadata: Mapping[str, str], key: str) -> str:
-    """What a file is that is not what it was taken for, and what to do with it."""
+    """Kind of a file that has another header, and how to use it."""
     if WEIGHTS in metadata:
-        return f'of a model of one\'s own, which it does not describe: load("{path.name}", into=model)'
+        return f'the file of a custom model, without a description: load("{path.name}", into=model)'
     if KEY in metadata:
-        return f'of a model that it describes itself: load("{path.name}") without `into`'
+        return f'a packed network with a description: load("{path.name}") without `into`'
     return f"not a packed network; {_maker(path, key)}"
 
 
 def _what(path: Path, reason: str) -> str:
-    """What a path leads to that cannot be read."""
+    """Kind of a file that safetensors cannot read."""
     if path.is_dir():
         return "a folder, not the file of a packed network"
     if path.suffix == ".onnx":
-        return "named as an ONNX model, which other programs read, and not a packed network"
+        return "named like an ONNX model, not a packed network"
     return f"damaged or not a packed network ({reason})"
 
 
 def _maker(path: Path, key: str) -> str:
-    """How to come by a file of the wanted kind."""
+    """Command that writes a file of the wanted kind."""
     name = "FILE.safetensors" if path.is_dir() or path.suffix == ".onnx" else path.name
-    makes = f"`equipoise export RUN {name}`" if key == KEY else f'equipoise.save(model, "{name}")'
-    return f"{makes} makes one"
+    command = f"`equipoise export RUN {name}`" if key == KEY else f'equipoise.save(model, "{name}")'
+    return f"{command} writes one"
 
 
 def _unpack(header: Header, tensors: Mapping[str, Tensor]) -> Unpacked:
     blueprint = header.network
     model = blueprint.skeleton()
     restructure(model, header.folded)
-    coded: dict[str, dict[str, Tensor]] = {}
-    weights: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        name, _, part = key.rpartition("/")
-        if name:
-            coded.setdefault(name, {})[part] = tensor
-        elif tensor.dtype is torch.float32 and tensor.isfinite().all():
-            weights[key] = tensor
-        else:
+        if "/" not in key and (tensor.dtype is not torch.float32 or not tensor.isfinite().all()):
             raise UserError(f'"{key}" is {tensor.dtype}; biases and norms are finite float32')
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name, parts in coded.items():
-        weights[name] = _decode(name, parts, shapes)
+    weights = decode_all(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
     stored = sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("/gaps"))
     return Unpacked(blueprint, blueprint.fill(model, weights), stored)
 
 
-def _decode(name: str, parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
-    if len(shapes.get(name, ())) < 2:
-        raise UserError(f'the model has no weight "{name}"')
-    try:
-        return decode(parts, shapes[name])
-    except UserError as error:
-        raise UserError(f'"{name}": {error}') from None
-
-
 def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """A checksum over everything that is read: the header, and the tensors' names, types, shapes and bytes."""
-    said = json.dumps({**header, "digest": ""}, sort_keys=True)
-    sum_ = hashlib.blake2b(said.encode(), digest_size=16)
+    """Return a checksum of a header, without its `digest`, and of the names, types, shapes and bytes of tensors."""
+    checksum = hashlib.blake2b(json.dumps({**header, "digest": ""}, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
-        sum_.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        sum_.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return sum_.hexdigest()
+        checksum.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        checksum.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return checksum.hexdigest()

@@ -1,7 +1,8 @@
-"""The batch-blocked layout: sixteen images side by side as the innermost axis of an activation."""
+"""The batch-blocked layout: sixteen images side by side are the innermost axis of an activation."""
 
 from __future__ import annotations
 
+from ctypes import byref
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,34 +11,50 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from equipoise.errors import UserError
-from equipoise.kernels import arena
-from equipoise.kernels import library as kernels
+from equipoise.kernels import arena, library
 from equipoise.kernels.arena import NO_BORDER, Border
-from equipoise.kernels.library import LANES, Map, byref
+from equipoise.kernels.library import LANES, Map
 
-SHORTER = (torch.bfloat16, torch.float16)  # what autocast computes in
+AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """An activation in the blocked layout, as it travels between the layers of a packed model."""
+    """An activation in the blocked layout, as it travels between the layers of a packed model.
 
-    data: Tensor  # (blocks, channels, height, width, lanes)
-    images: int  # of the batch; the lanes beyond are padding
-    dims: int = 4  # of the plain tensor: 4 images, 3 sequences, 2 vectors
-    grad_border: Border = NO_BORDER  # border that the producer would like around its gradient
+    Args:
+        data: Shape (blocks, channels, height, width, lanes).
+        images: Images in the batch; further lanes are padding.
+        dims: Dimensions of the plain tensor: 4 for images, 3 for sequences, 2 for vectors.
+        grad_border: Zeros that the producer needs around the gradient of `data`.
+    """
+
+    data: Tensor
+    images: int
+    dims: int = 4
+    grad_border: Border = NO_BORDER
 
     def with_data(self, data: Tensor, grad_border: Border = NO_BORDER) -> Blocked:
+        """Another activation of the same batch."""
         return Blocked(data, self.images, self.dims, grad_border)
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
+        """Shape of the plain tensor."""
         _, channels, height, width, _ = self.data.shape
         return (self.images, channels, *{4: (height, width), 3: (width,), 2: ()}[self.dims])
 
 
 def to_blocked(x: Tensor, border: Border = NO_BORDER) -> Blocked:
-    """(images, channels[, height][, width]) in float32 on CPU to the blocked layout."""
+    """Convert a batch to the blocked layout.
+
+    Args:
+        x: Shape (images, channels), (images, channels, width) or (images, channels, height, width), on the CPU.
+        border: Zeros to put around each plane, for the convolution that reads the result.
+
+    Raises:
+        UserError: If `x` is not float32 on the CPU or has another number of dimensions.
+    """
     x = as_float32(x)
     if x.dim() not in (2, 3, 4):
         raise UserError(f"packed layers take batches of 2 to 4 dimensions, not {tuple(x.shape)}")
@@ -45,13 +62,16 @@ def to_blocked(x: Tensor, border: Border = NO_BORDER) -> Blocked:
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """`x`, which the kernels will read through a pointer: refused unless its bytes are what they expect.
+    """Check that the kernels can read `x` through a pointer.
 
-    Under autocast what torch has made shorter is made float32 again, as before torch's own float32-only operations.
+    Under autocast, half-precision tensors are cast to float32, as before torch's float32-only operations.
+
+    Raises:
+        UserError: If `x` is not float32 on the CPU.
     """
     if x.dtype == torch.float32 and x.is_cpu:
         return x
-    if x.dtype in SHORTER and x.is_cpu and torch.is_autocast_enabled("cpu"):
+    if x.dtype in AUTOCAST_DTYPES and x.is_cpu and torch.is_autocast_enabled("cpu"):
         return x.float()
     raise UserError(
         f"packed layers take float32 on cpu, not {x.dtype} on {x.device}; convert with .float() and .cpu()"
@@ -59,7 +79,7 @@ def as_float32(x: Tensor) -> Tensor:
 
 
 def from_blocked(x: Blocked) -> Tensor:
-    """Back to (images, channels[, height][, width]), contiguous."""
+    """Convert an activation to a plain contiguous tensor; the inverse of `to_blocked`."""
     return _FromBlocked.apply(x.data, x.images, x.grad_border).view(x.plain_shape)
 
 
@@ -69,23 +89,31 @@ def _as_images(x: Tensor) -> Tensor:
     return x.unsqueeze(2) if x.dim() == 3 else x[:, :, None, None]
 
 
-def _plain_map(x: Tensor) -> Map:
-    return Map(x.data_ptr(), *x.shape, *x.stride())
+def fill_blocked(blocked: Tensor, plain: Tensor) -> Tensor:
+    """Copy plain images into a tensor in the blocked layout, without a gradient; zeros fill the other lanes."""
+    _copy(plain, blocked, to_blocked=True)
+    return blocked
+
+
+def fill_plain(plain: Tensor, blocked: Tensor) -> Tensor:
+    """Copy images out of the blocked layout into a plain tensor, without a gradient."""
+    _copy(plain, blocked, to_blocked=False)
+    return plain
+
+
+def _copy(plain: Tensor, blocked: Tensor, to_blocked: bool) -> None:
+    described = Map(plain.data_ptr(), *plain.shape, *plain.stride())
+    library.load().eq_layout(byref(described), byref(library.describe(blocked)), to_blocked, library.threads())
 
 
 def _block(x: Tensor, border: Border) -> Tensor:
     images, channels, height, width = x.shape
-    out = arena.take((-(-images // LANES), channels, height, width), border)
-    kernels.library().eq_layout(byref(_plain_map(x)), byref(kernels.describe(out)), 1, kernels.threads())
-    return out
+    return fill_blocked(arena.take((-(-images // LANES), channels, height, width), border), x)
 
 
 def unblock(x: Tensor, images: int) -> Tensor:
-    """The images of a blocked map, without a gradient."""
-    x = arena.with_border(x, NO_BORDER)
-    out = x.new_empty(images, *x.shape[1:4])
-    kernels.library().eq_layout(byref(_plain_map(out)), byref(kernels.describe(x)), 0, kernels.threads())
-    return out
+    """Return the images of a blocked tensor, without a gradient."""
+    return fill_plain(x.new_empty(images, *x.shape[1:4]), arena.with_border(x, NO_BORDER))
 
 
 class _ToBlocked(torch.autograd.Function):

@@ -1,4 +1,7 @@
-"""Finding the library of CPU kernels: built with the package, or compiled on first use into a cache folder."""
+"""Find the library of CPU kernels: built with the package, or compiled on first use into a cache folder.
+
+`setup.py` runs this file for its flags, so it imports the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,21 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("c")
-# OpenMP is only compiled in, not linked: its symbols come from the runtime torch has loaded (see kernels.py),
-# so that there is one pool of threads in the process.
+# OpenMP is compiled in but not linked: its symbols come from the runtime that torch has loaded (see library.py),
+# so that the process has one pool of threads.
 FLAGS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 
 
 class Unavailable(RuntimeError):
-    """There is no kernel library; the message is one line that says why."""
+    """There is no kernel library; the message says why in one line."""
 
 
 def find() -> Path:
-    """Path of the library: `$EQUIPOISE_KERNELS`, the package's own extension, or the cache (compiling if need be)."""
+    """Return the path of the library: `$EQUIPOISE_KERNELS`, the installed extension, or the cached build.
+
+    Raises:
+        Unavailable: If the kernels are switched off or cannot be compiled.
+    """
     chosen = os.environ.get("EQUIPOISE_KERNELS", "")
     if chosen == "off":
         raise Unavailable("switched off by EQUIPOISE_KERNELS=off")
@@ -32,7 +39,7 @@ def find() -> Path:
 
 
 def installed() -> Path | None:
-    """The extension `equipoise.kernels._kernels` where the package was built with a compiler at hand."""
+    """Return the extension `equipoise.kernels._kernels`, or `None` if the package was built without a compiler."""
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name("_kernels" + suffix)
         if path.exists():
@@ -40,28 +47,28 @@ def installed() -> Path | None:
     return None
 
 
-def sources() -> list[Path]:
-    return sorted(SOURCES.glob("*.c"))
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("EQUIPOISE_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "equipoise"
-
-
 def compiled() -> Path:
-    """Compile once per source, compiler and flags; a folder of the user's own, replaced atomically."""
+    """Compile the kernels into the user's cache folder, once per source, compiler and flags."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if not compiler:
         raise Unavailable("no C compiler found: install gcc, or a build of equipoise with kernels")
     flags = [*FLAGS, *os.environ.get("EQUIPOISE_CFLAGS", "").split()]
     digest = hashlib.sha256(_version(compiler).encode() + " ".join(flags).encode())
-    for source in (*sources(), SOURCES / "kernels.h"):
+    for source in (*_sources(), SOURCES / "kernels.h"):
         digest.update(source.read_bytes())
-    target = cache_folder() / f"kernels-{digest.hexdigest()[:16]}.so"
+    target = _cache_folder() / f"kernels-{digest.hexdigest()[:16]}.so"
     if not target.exists():
         _compile(compiler, flags, target)
     return target
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.c"))
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("EQUIPOISE_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "equipoise"
 
 
 def _version(compiler: str) -> str:
@@ -72,11 +79,12 @@ def _version(compiler: str) -> str:
 
 
 def _compile(compiler: str, flags: list[str], target: Path) -> None:
+    """Compile in a temporary folder, so that no other process sees half a library."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             output = Path(folder) / target.name
-            command = [compiler, *flags, "-shared", "-o", str(output), *map(str, sources())]
+            command = [compiler, *flags, "-shared", "-o", str(output), *map(str, _sources())]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 first = next(iter(done.stderr.strip().splitlines()), "no message")
@@ -87,11 +95,11 @@ def _compile(compiler: str, flags: list[str], target: Path) -> None:
 
 
 def openmp_runtime() -> str:
-    """The libgomp that torch itself runs on, else the system's."""
+    """Return the libgomp that torch runs on, else the one of the system."""
     import torch
 
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     found = str(bundled[0]) if bundled else ctypes.util.find_library("gomp")
     if not found:
-        raise Unavailable("no OpenMP runtime (libgomp) found beside torch or on the system")
+        raise Unavailable("no OpenMP runtime (libgomp) found: neither torch nor the system has one")
     return found

@@ -1,10 +1,10 @@
-"""The C kernels as Python functions: loading the library, and describing tensors to it."""
+"""The library of C kernels: its structures and signatures, loading it, and describing tensors to it."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -13,18 +13,18 @@ from torch import Tensor
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 1
+ABI = 1  # EQ_ABI in kernels.h
 LANES = 16
 
 
 class Map(ctypes.Structure):
-    """A blocked activation as the kernels see it: pointer, extent and steps in floats."""
+    """A blocked activation for the kernels: pointer, extent and steps in floats; `map` in kernels.h."""
 
     _fields_ = [("data", c_void_p), *((name, c_int64) for name in ("n", "c", "h", "w", "sn", "sc", "sh", "sw"))]
 
 
 class Norm(ctypes.Structure):
-    """Arguments of the fused normalisation kernel; the order is that of `norm_work` in norm.c."""
+    """Arguments of the fused normalisation kernel, in the order of `norm_work` in norm.c."""
 
     _fields_ = [
         ("y", Map),
@@ -51,7 +51,7 @@ class Norm(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """One step of an inference program; the order is that of `step` in program.c."""
+    """One step of an inference program, in the order of `step` in program.c."""
 
     _fields_ = [
         ("x", Map),
@@ -85,8 +85,8 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 @functools.cache
-def _load() -> ctypes.CDLL | str:
-    """The library, or the one line that says why there is none."""
+def _find() -> ctypes.CDLL | str:
+    """The library, or one line that says why there is none."""
     try:
         path = build.find()
         ctypes.CDLL(build.openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
@@ -102,49 +102,39 @@ def _load() -> ctypes.CDLL | str:
 
 
 def available() -> bool:
-    """Whether the CPU kernels can be used; compiles them on first use in a checkout."""
-    return not isinstance(_load(), str)
+    """Return whether the CPU kernels can be used. The first call in a checkout compiles them."""
+    return not reason()
 
 
 def reason() -> str:
-    """Why the kernels are not available, in one line; empty where they are."""
-    loaded = _load()
-    return loaded if isinstance(loaded, str) else ""
+    """Return why the CPU kernels are not available, in one line; empty if they are."""
+    found = _find()
+    return found if isinstance(found, str) else ""
 
 
-def library() -> ctypes.CDLL:
-    """The loaded library; UserError with the reason where there is none."""
-    loaded = _load()
-    if isinstance(loaded, str):
-        raise UserError(f"the CPU kernels are not available ({loaded}); use masked storage instead")
-    return loaded
+def load() -> ctypes.CDLL:
+    """Return the library, loaded once per process.
+
+    Raises:
+        UserError: If the kernels are not available; the message says why.
+    """
+    found = _find()
+    if isinstance(found, str):
+        raise UserError(f"the CPU kernels are not available ({found}); use masked storage instead")
+    return found
 
 
 def threads() -> int:
-    """As many as torch uses: both run on one pool."""
+    """Return torch's number of threads: the kernels run on the same pool."""
     return torch.get_num_threads()
 
 
 def pointer(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor, or `None` for a null pointer."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def describe(tensor: Tensor) -> Map:
-    """(n, c, h, w, lanes) with unit step in the last axis, for the kernels."""
+    """Describe a tensor (n, c, h, w, lanes) with unit step in the last axis."""
     (n, c, h, w, _), (sn, sc, sh, sw, _) = tensor.shape, tensor.stride()
     return Map(tensor.data_ptr(), n, c, h, w, sn, sc, sh, sw)
-
-
-__all__ = [
-    "LANES",
-    "Map",
-    "Norm",
-    "Step",
-    "available",
-    "byref",
-    "describe",
-    "library",
-    "pointer",
-    "reason",
-    "threads",
-]

@@ -1,8 +1,8 @@
-"""Operations on blocked activations, with gradients: convolution, normalisation and what goes with them."""
+"""Differentiable operations on blocked activations: convolution, normalisation, ReLU, pooling, addition."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from ctypes import byref
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +12,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_weight
 
 from equipoise.errors import UserError
-from equipoise.kernels import arena
-from equipoise.kernels import library as kernels
+from equipoise.kernels import arena, library
 from equipoise.kernels.arena import NO_BORDER, Border
 from equipoise.kernels.blocked import Blocked, unblock
-from equipoise.kernels.library import LANES, Map, Norm, byref
+from equipoise.kernels.library import LANES, Map, Norm
 from equipoise.kernels.taps import ConvShape, Pattern
 
 IDENTITY, FIXED, BATCH = range(3)
 MAPS = frozenset(field[0] for field in Norm._fields_ if field[1] is Map)
-Watcher = Callable[[Tensor], None]
 
 
 def conv(
@@ -31,34 +29,35 @@ def conv(
     pattern: Pattern,
     border: Border = NO_BORDER,
     relu: bool = False,
-    watcher: Watcher | None = None,
+    probe: Tensor | None = None,
 ) -> Blocked:
-    """Sparse convolution; `border` is what the next layer wants around the result. ReLU for inference only.
+    """Convolve with the active weights only.
 
-    watcher: is shown the gradient of all places of the weight in the backward pass.
+    Args:
+        x: The input.
+        values: Active weights, in the order of `pattern`.
+        bias: One value per output channel, or `None`.
+        pattern: Indices of the active weights, and the shape of the convolution.
+        border: Zeros to put around the result, for the layer that reads it.
+        relu: Apply ReLU to the result; it has no gradient.
+        probe: A tensor in the shape of the dense weight; its gradient is that of all weights, active or not.
     """
     size = (x.data.shape[2], x.data.shape[3])
-    watch = None if watcher is None else (watcher, x.images)
-    y = _Conv.apply(x.data, values, bias, pattern, border, relu, x.grad_border, watch)
+    y = _Conv.apply(x.data, values, bias, probe, pattern, border, relu, x.grad_border, x.images)
     return x.with_data(y, pattern.shape.grad_border(size))
 
 
-def linear(x: Blocked, values: Tensor, bias: Tensor | None, pattern: Pattern, relu: bool = False) -> Blocked:
-    """Sparse linear layer: a 1x1 convolution on 1x1 maps, with blocks of images as positions."""
-    return conv(x, values, bias, pattern, NO_BORDER, relu)
-
-
 def _strided(x: Tensor, stride: tuple[int, int]) -> Map:
-    """`x` with steps from one output position to the next."""
-    described = kernels.describe(x)
+    """Describe `x` with steps from one output position to the next."""
+    described = library.describe(x)
     described.sh *= stride[0]
     described.sw *= stride[1]
     return described
 
 
 def _input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, border: Border) -> Tensor:
-    """The same kernel on the transposed pattern; a strided layer takes one pass per phase of its stride."""
-    shape, taps, library = pattern.shape, pattern.transposed, kernels.library()
+    """The forward kernel on the transposed pattern; a strided layer takes one pass per phase of its stride."""
+    shape, taps = pattern.shape, pattern.transposed
     dy = arena.with_border(dy, shape.grad_border((size[2], size[3])))
     taps.load(values, dy.stride(1), dy.stride(2))
     dx = arena.take((size[0], size[1], size[2], size[3]), border)
@@ -66,16 +65,16 @@ def _input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, 
         row, column = divmod(phase, shape.stride[1])
         target = dx[:, :, row :: shape.stride[0], column :: shape.stride[1]]
         if target.numel():
-            library.eq_conv(
-                byref(kernels.describe(dy)),
-                byref(kernels.describe(target)),
+            library.load().eq_conv(
+                byref(library.describe(dy)),
+                byref(library.describe(target)),
                 taps.taps.data_ptr(),
                 taps.start_of_phase(phase),
                 taps.blocks,
                 taps.reach,
                 None,
                 0,
-                kernels.threads(),
+                library.threads(),
             )
     return dx
 
@@ -83,23 +82,23 @@ def _input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, 
 def _weight_grad(x: Tensor, dy: Tensor, values: Tensor, pattern: Pattern, bias: bool) -> tuple[Tensor, Tensor | None]:
     taps = pattern.forward
     dy = arena.with_border(dy, NO_BORDER)
-    taps.place(x.stride(1), x.stride(2))
+    taps.set_steps(x.stride(1), x.stride(2))
     dvalues = torch.empty_like(values)
     dbias = values.new_empty(pattern.shape.out_channels) if bias else None
-    kernels.library().eq_conv_grad(
+    library.load().eq_conv_grad(
         byref(_strided(x, pattern.shape.stride)),
-        byref(kernels.describe(dy)),
-        *map(kernels.pointer, (taps.taps, taps.start, taps.order)),
+        byref(library.describe(dy)),
+        *map(library.pointer, (taps.taps, taps.start, taps.order)),
         taps.blocks,
         taps.reach,
-        *map(kernels.pointer, (dvalues, dbias)),
-        kernels.threads(),
+        *map(library.pointer, (dvalues, dbias)),
+        library.threads(),
     )
     return dvalues, dbias
 
 
 def _dense_weight_grad(x: Tensor, dy: Tensor, images: int, shape: ConvShape) -> Tensor:
-    """The gradient of active and inactive places alike, by torch."""
+    """The gradient of active and inactive weights, by torch."""
     size = (shape.out_channels, shape.in_channels // shape.groups, *shape.kernel)
     plain, gradient = unblock(x, images), unblock(dy, images)
     return conv2d_weight(plain, size, gradient, shape.stride, shape.padding, shape.dilation, shape.groups)
@@ -112,49 +111,59 @@ class _Conv(torch.autograd.Function):
         x: Tensor,
         values: Tensor,
         bias: Tensor | None,
+        probe: Tensor | None,
         pattern: Pattern,
         border: Border,
         relu: bool,
         grad_border: Border,
-        watch: tuple[Watcher, int] | None,
+        images: int,
     ) -> Tensor:
         shape, taps = pattern.shape, pattern.forward
         shape.check_channels(x.shape[1])
         x = arena.with_border(x, shape.padding)
         y = arena.take((x.shape[0], shape.out_channels, *shape.output((x.shape[2], x.shape[3]))), border)
         taps.load(values, x.stride(1), x.stride(2))
-        kernels.library().eq_conv(
+        library.load().eq_conv(
             byref(_strided(x, shape.stride)),
-            byref(kernels.describe(y)),
-            *map(kernels.pointer, (taps.taps, taps.start)),
+            byref(library.describe(y)),
+            *map(library.pointer, (taps.taps, taps.start)),
             taps.blocks,
             taps.reach,
-            kernels.pointer(bias),
+            library.pointer(bias),
             relu,
-            kernels.threads(),
+            library.threads(),
         )
         ctx.save_for_backward(x, values)
-        ctx.pattern, ctx.has_bias, ctx.grad_border, ctx.watch = pattern, bias is not None, grad_border, watch
+        ctx.pattern, ctx.has_bias, ctx.grad_border, ctx.images = pattern, bias is not None, grad_border, images
+        ctx.probe_shape = None if probe is None else probe.shape
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, values = ctx.saved_tensors
-        dx = dvalues = dbias = None
+        dx = dvalues = dbias = dprobe = None
         if ctx.needs_input_grad[0]:
             dx = _input_grad(dy, values, ctx.pattern, x.shape, ctx.grad_border)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             dvalues, dbias = _weight_grad(x, dy, values, ctx.pattern, ctx.has_bias)
-            if ctx.watch is not None:
-                watcher, images = ctx.watch
-                watcher(_dense_weight_grad(x, dy, images, ctx.pattern.shape))
-        return dx, dvalues, dbias, None, None, None, None, None
+        if ctx.needs_input_grad[3]:
+            dprobe = _dense_weight_grad(x, dy, ctx.images, ctx.pattern.shape).view(ctx.probe_shape)
+        return dx, dvalues, dbias, dprobe, None, None, None, None, None
 
 
 @dataclass(frozen=True)
 class Fused:
-    """What one pass over an activation does, in this order: normalise, add a residual, ReLU, 2x2 max-pool."""
+    """Operations that one pass over an activation does, in this order: normalise, add a residual, ReLU, max-pool.
+
+    Args:
+        norm: `IDENTITY` (none), `FIXED` (by running statistics) or `BATCH` (by statistics of the batch).
+        relu: Whether to apply ReLU.
+        pool: Whether to take the maximum over 2x2 windows with stride 2.
+        eps: Added to the variance.
+        momentum: Weight of this batch in the running statistics.
+        border: Zeros to put around the result.
+    """
 
     norm: int = IDENTITY
     relu: bool = False
@@ -172,10 +181,22 @@ def fused(
     running: tuple[Tensor, Tensor] | None = None,
     residual: Blocked | None = None,
 ) -> Blocked:
-    """BatchNorm (by batch or running statistics), residual add, ReLU and 2x2 max-pool in one pass."""
+    """Apply BatchNorm, residual addition, ReLU and 2x2 max-pool in one pass.
+
+    Args:
+        x: The input.
+        how: Which operations to apply. A residual and max-pool exclude each other.
+        gamma: Scale of the norm, per channel.
+        beta: Shift of the norm, per channel.
+        running: Running mean and variance; updated in place if `how.norm` is `BATCH`.
+        residual: Added before ReLU; of the shape of `x`.
+
+    Raises:
+        UserError: If the shapes do not fit.
+    """
     if residual is not None and (how.pool or residual.plain_shape != x.plain_shape):
         raise UserError(
-            f"a residual must have the shape of what it is added to, {x.plain_shape}, not {residual.plain_shape}"
+            f"a residual must have the shape of the input it is added to, {x.plain_shape}, not {residual.plain_shape}"
         )
     if how.pool:
         check_pool(x.dims, (x.data.shape[2], x.data.shape[3]), (2, 2))
@@ -188,7 +209,10 @@ def fused(
 
 
 def check_pool(dims: int, size: tuple[int, int], kernel: tuple[int, int]) -> None:
-    """Windows lie within the map, as in torch; without two axes of a map they would lie along others than torch's."""
+    """Check that pooling windows fit into the map.
+
+    torch pools batches of 2 and 3 dimensions along other axes than the kernels would.
+    """
     if dims != 4:
         raise UserError(f"pooling in a packed model takes a batch of 4 dimensions, not {dims}")
     if size[0] < kernel[0] or size[1] < kernel[1]:
@@ -197,7 +221,7 @@ def check_pool(dims: int, size: tuple[int, int], kernel: tuple[int, int]) -> Non
 
 def _norm_arguments(how: Fused, images: int, tensors: dict[str, Tensor | None]) -> Norm:
     described = {
-        name: kernels.describe(tensor) if name in MAPS else tensor.data_ptr()
+        name: library.describe(tensor) if name in MAPS else tensor.data_ptr()
         for name, tensor in tensors.items()
         if tensor is not None
     }
@@ -232,7 +256,7 @@ class _Fused(torch.autograd.Function):
             "y": x, "out": out, "residual": residual, "gamma": gamma, "beta": beta,
             "running_mean": running_mean, "running_var": running_var, "mean": mean, "inv": inv,
         }  # fmt: skip
-        kernels.library().eq_norm(byref(_norm_arguments(how, images, tensors)), kernels.threads())
+        library.load().eq_norm(byref(_norm_arguments(how, images, tensors)), library.threads())
         ctx.save_for_backward(x, residual, gamma, beta, mean, inv)
         ctx.how, ctx.images, ctx.borders = how, images, (grad_border, residual_border)
         return out
@@ -251,25 +275,27 @@ class _Fused(torch.autograd.Function):
             "y": x, "residual": residual, "gamma": gamma, "beta": beta, "mean": mean, "inv": inv,
             "dy": dx, "dresidual": dresidual, "dout": grad, "dgamma": dgamma, "dbeta": dbeta,
         }  # fmt: skip
-        kernels.library().eq_norm_grad(byref(_norm_arguments(ctx.how, ctx.images, tensors)), kernels.threads())
+        library.load().eq_norm_grad(byref(_norm_arguments(ctx.how, ctx.images, tensors)), library.threads())
         return dx, dresidual, dgamma, dbeta, None, None, None, None, None
 
 
 def relu(x: Blocked, border: Border = NO_BORDER) -> Blocked:
+    """ReLU."""
     return fused(x, Fused(relu=True, border=border))
 
 
 def max_pool(x: Blocked, border: Border = NO_BORDER, relu: bool = False) -> Blocked:
-    """2x2 max-pool with stride 2."""
+    """Max-pool over 2x2 windows with stride 2, after ReLU if `relu` is set."""
     return fused(x, Fused(pool=True, relu=relu, border=border))
 
 
 def add(x: Blocked, other: Blocked, border: Border = NO_BORDER, relu: bool = False) -> Blocked:
+    """Sum of two activations, with ReLU after it if `relu` is set."""
     return fused(x, Fused(relu=relu, border=border), residual=other)
 
 
 def avg_pool(x: Blocked, kernel: tuple[int, int] | None = None) -> Blocked:
-    """Mean over windows of `kernel` with that stride; over the whole plane by default."""
+    """Mean over windows of size and stride `kernel`; over the whole plane by default."""
     check_pool(x.dims, (x.data.shape[2], x.data.shape[3]), kernel or (1, 1))
     if kernel is None:
         return x.with_data(x.data.mean((2, 3), keepdim=True))
@@ -279,21 +305,6 @@ def avg_pool(x: Blocked, kernel: tuple[int, int] | None = None) -> Blocked:
 
 
 def flatten(x: Blocked) -> Blocked:
-    """All but the batch into channels, in torch's order."""
+    """Flatten all dimensions but the batch, in torch's order."""
     blocks, channels, height, width, _ = x.data.shape
     return Blocked(x.data.reshape(blocks, channels * height * width, 1, 1, LANES), x.images, dims=2)
-
-
-__all__ = [
-    "ConvShape",
-    "Fused",
-    "Pattern",
-    "add",
-    "avg_pool",
-    "conv",
-    "flatten",
-    "fused",
-    "linear",
-    "max_pool",
-    "relu",
-]

@@ -1,15 +1,16 @@
-"""Which weights exist, sorted for the kernels: by output channel and, for the input gradient, by input channel."""
+"""Active weights sorted for the kernels: by output channel and, for the input gradient, by input channel."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from equipoise.errors import UserError
-from equipoise.kernels import library as kernels
+from equipoise.kernels import library
 from equipoise.kernels.arena import Border
 from equipoise.kernels.library import LANES
 
@@ -22,7 +23,7 @@ CACHED_CHANNELS = 16
 
 @dataclass(frozen=True)
 class ConvShape:
-    """Geometry of a convolution; a linear layer is one with a 1x1 kernel on 1x1 maps."""
+    """Geometry of a convolution. A linear layer is a convolution with a 1x1 kernel on 1x1 maps."""
 
     out_channels: int
     in_channels: int
@@ -34,15 +35,16 @@ class ConvShape:
 
     @property
     def weight_numel(self) -> int:
+        """Number of weights, active and inactive."""
         return self.out_channels * (self.in_channels // self.groups) * self.kernel[0] * self.kernel[1]
 
     def check_channels(self, channels: int) -> None:
-        """The kernels trust the pattern: an input of fewer channels would be read beyond its end."""
+        """Refuse an input of other channels: the kernels trust the pattern and would read beyond its end."""
         if channels != self.in_channels:
             raise UserError(f"the layer takes {self.in_channels} channels, the input has {channels}")
 
     def output(self, size: Pair) -> Pair:
-        """Height and width of the output for those of the input."""
+        """Return height and width of the output for an input of `size`."""
         out = tuple(
             (s + 2 * p - d * (k - 1) - 1) // t + 1
             for s, k, t, p, d in zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
@@ -52,14 +54,21 @@ class ConvShape:
         return out[0], out[1]
 
     def grad_border(self, size: Pair) -> Border:
-        """Zeros that the input gradient reads around an output gradient, for an input of `size`."""
+        """Return the zeros that the input gradient reads around an output gradient, for an input of `size`."""
         axes = zip(size, self.output(size), self.kernel, self.stride, self.padding, self.dilation, strict=True)
         wanted = [max(0, (d * (k - 1) - p) // t, (s - 1 + p) // t - (o - 1)) for s, o, k, t, p, d in axes]
         return wanted[0], wanted[1]
 
 
 class Taps:
-    """One direction of a pattern: (weight, offset) pairs by phase, block of source channels and destination."""
+    """One direction of a pattern: (weight, offset) pairs by phase, block of source channels and destination.
+
+    Args:
+        shape: The convolution.
+        index: Ascending flat indices of the active weights, int32.
+        transposed: Whether the taps are those of the input gradient.
+        one_block: Whether all source channels form one block.
+    """
 
     def __init__(self, shape: ConvShape, index: Tensor, transposed: bool, one_block: bool = False) -> None:
         self.shape, self.transposed, self.count = shape, transposed, index.numel()
@@ -75,96 +84,88 @@ class Taps:
         self.taps = torch.empty(max(1, self.count), 2, dtype=torch.int32)  # float weight, int offset
         self._steps: Pair | None = None
         self.reach = 0
-        taps = math.prod(shape.kernel)
-        geometry = torch.tensor(
-            [
-                shape.in_channels // shape.groups,
-                shape.out_channels // shape.groups,
-                taps,
-                int(transposed),
-                block,
-                self.blocks,
-                rows,
-                self.phases,
-            ]
-        )
-        phases = self._tap_phases()
-        kernels.library().eq_pattern(
+        group = (shape.in_channels // shape.groups, shape.out_channels // shape.groups, math.prod(shape.kernel))
+        geometry = torch.tensor([*group, int(transposed), block, self.blocks, rows, self.phases])
+        phases = self._tap_phases()  # named, so that it lives until the call returns
+        library.load().eq_pattern(
             self.count,
-            *map(kernels.pointer, (index, geometry, phases)),
-            *map(kernels.pointer, (self.start, self.order, self._source, self._which)),
+            *map(library.pointer, (index, geometry, phases)),
+            *map(library.pointer, (self.start, self.order, self._source, self._which)),
         )
 
     def _tap_phases(self) -> Tensor:
-        """Which rows and columns of the input, modulo the stride, a tap leads back to."""
+        """Rows and columns of the input, modulo the stride, that each tap of the kernel leads back to."""
         if not self.transposed:
             return torch.zeros(math.prod(self.shape.kernel), dtype=torch.int32)
         rows, columns = (self._reach(axis) % self.shape.stride[axis] for axis in (0, 1))
         return (rows[:, None] * self.shape.stride[1] + columns).flatten().to(torch.int32)
 
     def _reach(self, axis: int) -> Tensor:
-        """Where each tap of the kernel looks, relative to the place of the output in the input."""
+        """Distance from the position of an output in the input to the input that each tap of the kernel reads."""
         shape = self.shape
         return torch.arange(shape.kernel[axis]) * shape.dilation[axis] - shape.padding[axis]
 
     def _tap_offsets(self, row_step: int) -> Tensor:
         rows, columns = self._reach(0), self._reach(1)
         if self.transposed:
-            (high, wide) = self.shape.stride
+            high, wide = self.shape.stride
             rows, columns = (rows % high - rows) // high, (columns % wide - columns) // wide
         return (rows[:, None] * row_step + columns * LANES).flatten()
 
     def load(self, values: Tensor, channel_step: int, row_step: int) -> None:
-        """Put weights, and offsets for a blocked source map with these steps, into the taps."""
-        self.place(channel_step, row_step)
+        """Set weights, and offsets into a blocked source map with these steps."""
+        self.set_steps(channel_step, row_step)
         self.set_weights(values)
 
-    def place(self, channel_step: int, row_step: int) -> None:
-        """Offsets alone, which is all that the gradient of the weights needs."""
+    def set_steps(self, channel_step: int, row_step: int) -> None:
+        """Set offsets only; the gradient of the weights needs no weights."""
         if self._steps != (channel_step, row_step):
             self.set_offsets(channel_step, self._tap_offsets(row_step))
             self._steps = (channel_step, row_step)
 
     def set_offsets(self, channel_step: int, tap_offsets: Tensor) -> None:
-        """Offset of a tap: its source channel times a step, plus that of its place in the kernel."""
+        """Set the offset of each tap: its source channel times `channel_step`, plus its offset in the kernel."""
         sources = self.shape.out_channels if self.transposed else self.shape.in_channels
         self.reach = int(tap_offsets.max())
         if sources * channel_step + self.reach >= 2**31:
             raise UserError("the activation of one block of images is too large for the kernels (2^31 values)")
-        kernels.library().eq_offsets(
+        library.load().eq_offsets(
             self.count,
-            *map(kernels.pointer, (self._source, self._which)),
+            *map(library.pointer, (self._source, self._which)),
             channel_step,
-            *map(kernels.pointer, (tap_offsets, self.taps)),
+            *map(library.pointer, (tap_offsets, self.taps)),
         )
 
     def set_weights(self, values: Tensor) -> None:
-        kernels.library().eq_weights(self.count, *map(kernels.pointer, (self.order, values, self.taps)))
+        """Set the weight of each tap from the vector of active values."""
+        library.load().eq_weights(self.count, *map(library.pointer, (self.order, values, self.taps)))
 
     def start_of_phase(self, phase: int) -> int:
+        """Return the address at which the starts of a phase's rows begin."""
         return self.start.data_ptr() + 4 * phase * self.blocks * self.rows
 
 
 class Pattern:
-    """Active weights of one layer, as ascending flat indices, with both directions built when first needed."""
+    """Active weights of one layer, with both directions of taps built when first needed.
+
+    Args:
+        shape: The convolution.
+        index: Ascending flat indices of the active weights; copied.
+    """
 
     def __init__(self, shape: ConvShape, index: Tensor) -> None:
         self.shape, self.index = shape, index.to(torch.int32, copy=True)
-        self._forward: Taps | None = None
-        self._transposed: Taps | None = None
 
     def fits(self, index: Tensor) -> bool:
-        """Whether this is the pattern of these indices: by value, for a snapshot puts others into the same tensor."""
+        """Return whether this is the pattern of `index`, by value: a snapshot puts other indices into one tensor."""
         return torch.equal(self.index, index)
 
-    @property
+    @cached_property
     def forward(self) -> Taps:
-        if self._forward is None:
-            self._forward = Taps(self.shape, self.index, transposed=False)
-        return self._forward
+        """Taps by output channel."""
+        return Taps(self.shape, self.index, transposed=False)
 
-    @property
+    @cached_property
     def transposed(self) -> Taps:
-        if self._transposed is None:
-            self._transposed = Taps(self.shape, self.index, transposed=True)
-        return self._transposed
+        """Taps by input channel."""
+        return Taps(self.shape, self.index, transposed=True)

@@ -1,6 +1,7 @@
-"""Networks of the paper's experiments and two small ones, by name.
+"""The networks of the paper's experiments and two small ones, by name.
 
-Every model takes `classes` and `channels`, returns logits, and normalises its input first (`normalize`).
+Every model takes `classes` and `channels`, expects pixels in [0, 1], normalises them in its first layer
+(`normalize`) and returns logits.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from torch import nn
 from equipoise.catalogue import Catalogue
 from equipoise.models.normalize import Normalize
 from equipoise.models.resnet import ResNet, resnet18, resnet34, resnet50
-from equipoise.models.small import mlp, small
+from equipoise.models.small_networks import mlp, small
 from equipoise.models.vgg import vgg16, vgg_c
-from equipoise.models.wrn import WideResNet, wrn_28_4
+from equipoise.models.wide_resnet import WideResNet, wrn_28_4
 
 MODELS: Catalogue[Callable[..., nn.Module]] = Catalogue(
     "model",

@@ -1,4 +1,4 @@
-"""Input normalisation as the first layer of a model, so that attacks and loaders work on raw pixels."""
+"""Input normalisation as the first layer of a model, so that attacks and loaders work on pixels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from equipoise.errors import UserError
 
 
 class Normalize(nn.Module):
-    """(x - mean) / std per channel; the identity until `set` is called.
+    """Compute (x - mean) / std per channel; the identity until `set` is called.
 
-    Keeping it inside the model lets an attack bound its perturbation in pixel units ([0, 1]) while the
-    network sees normalised images. Mean and std belong to the data, not to what was learned: the buffers
-    move with `model.to(device)` but are no part of the state_dict.
+    Because it is part of the model, an attack can bound its perturbation in pixel units. Mean and std are
+    properties of the data and are not learned: the buffers move with `model.to(device)` but are not in the
+    state_dict.
     """
 
     mean: Tensor
@@ -27,11 +27,11 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.ones(1, channels, 1, 1), persistent=False)
 
     def set(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> None:
-        """Use these statistics, one number per channel, from now on."""
+        """Set the statistics, one number per channel."""
         new_mean, new_std = self._per_channel("mean", mean), self._per_channel("std", std)
         if not (new_std > 0).all():
-            raise UserError(f"std is {new_std.flatten().tolist()}; every channel needs a number above 0")
-        # In place, so that traced, compiled and CUDA-graphed copies of the model see the change too.
+            raise UserError(f"std={new_std.flatten().tolist()} must be above 0 for every channel")
+        # In place, so that traced, compiled and captured copies of the model see the change.
         self.mean.copy_(new_mean)
         self.std.copy_(new_std)
 
@@ -44,5 +44,5 @@ class Normalize(nn.Module):
         if numbers.numel() != channels:
             raise UserError(f"{name} has {numbers.numel()} numbers; the model's input has {channels} channels")
         if not numbers.isfinite().all():
-            raise UserError(f"{name} is {numbers.tolist()}; every channel needs a finite number")
+            raise UserError(f"{name}={numbers.tolist()} must be finite for every channel")
         return numbers.view_as(self.mean)

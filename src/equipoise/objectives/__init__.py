@@ -1,7 +1,7 @@
-"""What is minimised: standard and adversarial objectives, and the attacks they train and are judged with."""
+"""Standard and adversarial objectives, and the attacks for training and evaluation."""
 
 from equipoise.catalogue import Catalogue
-from equipoise.objectives.at import AdversarialTraining
+from equipoise.objectives.adversarial_training import AdversarialTraining
 from equipoise.objectives.attack import PGD, fgsm
 from equipoise.objectives.autoattack import autoattack
 from equipoise.objectives.gradient_masking import GradientMaskingWarning

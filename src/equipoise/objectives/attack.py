@@ -1,4 +1,4 @@
-"""Projected gradient ascent on the input: the one attack used to train against and to evaluate with."""
+"""Projected gradient ascent on the input, the attack for both training and evaluation."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from torch.nn import functional as F
 
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
-from equipoise.objectives.ball import NORMS, Ball, per_image
+from equipoise.modules import preserved_modes
+from equipoise.objectives.norm_ball import NORMS, Ball, per_image
 
-NORMAL_START = 0.001  # standard deviation, in pixels of [0, 1]; Zhang et al. 2019
+NORMAL_START = 0.001  # standard deviation, for pixels in [0, 1]; Zhang et al. 2019
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Losses of 16-bit logits are taken in 32 bits."""
+    """Convert 16-bit logits to float32, in which losses are computed."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def cross_entropy(logits: Tensor, y: Tensor, clean: Tensor) -> Tensor:
-    """Cross-entropy with the label; its gradient vanishes where the logits saturate."""
+    """Cross-entropy with the label; its gradient vanishes if the logits saturate."""
     return F.cross_entropy(logits, y, reduction="sum")
 
 
 def divergence(logits: Tensor, y: Tensor, clean: Tensor) -> Tensor:
-    """KL(clean prediction ‖ perturbed prediction), which needs no label (TRADES)."""
+    """KL(clean prediction ‖ perturbed prediction), independent of the label (TRADES)."""
     return F.kl_div(logits.log_softmax(1), clean.log_softmax(1), reduction="sum", log_target=True)
 
 
 def margin(logits: Tensor, y: Tensor, clean: Tensor) -> Tensor:
-    """Best wrong logit minus the right one (Carlini & Wagner 2017); it cannot saturate."""
+    """Largest wrong logit minus the correct one (Carlini & Wagner 2017); it does not saturate."""
     label = y.unsqueeze(1)
     wrong = logits.scatter(1, label, -math.inf).amax(1)
     return (wrong - logits.gather(1, label).squeeze(1)).sum()
@@ -48,47 +49,47 @@ STARTS = ("uniform", "normal", "none")
 
 @contextmanager
 def under_attack(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode with frozen parameters and no graph; every module and parameter restored after.
+    """Put the model in eval mode without gradients and freeze its parameters; restore both on exit.
 
-    Freezing is what keeps weight gradients from being computed: operations written as `autograd.Function` are
-    told that a weight gradient is wanted whenever the weight requires one, whatever is asked of autograd.
+    Freezing prevents the computation of weight gradients: an `autograd.Function` computes them for every weight
+    that requires a gradient, even if only the gradient of the input was requested.
     """
-    training = [(module, module.training) for module in model.modules()]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        model.eval()
-        for parameter in trainable:
-            parameter.requires_grad_(False)
-        with torch.no_grad():
+    with preserved_modes(model), torch.no_grad():
+        try:
+            model.eval()
+            for parameter in trainable:
+                parameter.requires_grad_(False)
             yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-        for module, flag in training:
-            module.training = flag
+        finally:
+            for parameter in trainable:
+                parameter.requires_grad_(True)
 
 
 class Outcome(NamedTuple):
-    """What a search found, image by image."""
+    """Result of a search for adversarial images.
+
+    Attributes:
+        examples: For every image, the first perturbed image that fooled the model, or the last one tried.
+        correct: Whether the clean image is classified correctly.
+        fooled: Whether any image tried is misclassified, the clean one included.
+    """
 
     examples: Tensor
-    """The first image in the ball that fooled the model, or the last one tried."""
     correct: Tensor
-    """Classified correctly before the attack."""
     fooled: Tensor
-    """Misclassified somewhere in the ball; images that were wrong to begin with are."""
 
 
 @dataclass
 class _Climb:
-    """The images of a batch that are still being attacked, and how far each has come."""
+    """The images of a batch that are still under attack, and their current perturbations."""
 
     attack: PGD
     ball: Ball
     point: Tensor
     y: Tensor
     clean: Tensor  # logits of the unperturbed images
-    rows: Tensor  # where these images are in the batch
+    rows: Tensor  # indices of these images in the batch
 
     def keep(self, mask: Tensor) -> None:
         if bool(mask.all()):
@@ -100,7 +101,7 @@ class _Climb:
         return self.ball.image(self.point)
 
     def step(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """One step up; returns the images that were there before it, and their logits."""
+        """Take one step; return the images before the step and their logits."""
         image = self.image()
         logits, gradient = self.attack.gradient(model, image, self.y, self.clean)
         ascent = self.ball.direction(gradient.to(self.point.dtype))
@@ -112,15 +113,24 @@ class _Climb:
 class PGD:
     """Projected gradient ascent on the input (Madry et al. 2018, arXiv:1706.06083).
 
-    x ← Π(x + step_size · direction(∇ₓ loss)), `steps` times, where Π keeps x within `eps` of the image in
-    `norm` ("linf", "l2") and within [0, 1]; direction is the gradient's sign for linf and the gradient over
-    its length for l2. Images are pixels in [0, 1]: a model that wants normalised input normalises inside.
-    `start` is "uniform" in the ball, "normal" (0.001·N(0, 1), TRADES) or "none"; `loss` is "ce", "kl" or
-    "margin". The defaults are those of the paper's adversarial training.
+    x ← Π(x + step_size · direction(∇ₓ loss)), `steps` times. Π projects onto the ball of radius `eps` around the
+    image and onto [0, 1]; direction is the sign of the gradient for linf and the gradient divided by its length
+    for l2. Images are pixels in [0, 1], so normalisation must be part of the model. The defaults are those of
+    the paper's adversarial training.
 
-    The model is attacked in eval mode and left exactly as it was. Only the generator that is passed is drawn
-    from. `perturb` costs `steps` forward-backward passes for the input's gradient alone, and nothing on a GPU
-    waits for the host unless `early_exit` is set. Pass the bare module, not its DistributedDataParallel.
+    The model is attacked in eval mode and left unchanged. Only the given generator is drawn from. `perturb`
+    costs `steps` forward-backward passes for the gradient of the input alone and does not synchronise with
+    the GPU unless `early_exit` is set. Pass the bare module, not its DistributedDataParallel wrapper.
+
+    Args:
+        norm: "linf" or "l2".
+        eps: Radius of the ball.
+        step_size: Length of a step in the norm.
+        steps: Number of steps.
+        restarts: Number of starts.
+        start: "uniform" in the ball, "normal" (0.001·N(0, 1), TRADES) or "none".
+        loss: "ce" (cross-entropy), "kl" (TRADES) or "margin".
+        early_exit: Stop the attack on an image once it is misclassified.
     """
 
     norm: str = "linf"
@@ -133,30 +143,30 @@ class PGD:
     early_exit: bool = False
 
     def __post_init__(self) -> None:
-        _ = NORMS[self.norm], LOSSES[self.loss]  # an unknown name is an error here, not at the first step
+        _ = NORMS[self.norm], LOSSES[self.loss]  # raises on an unknown name here rather than in the first step
         if self.start not in STARTS:
-            raise UserError(f'an attack starts "uniform", "normal" or "none", not "{self.start}"')
+            raise UserError(f'start must be "uniform", "normal" or "none", not "{self.start}"')
         if not 0 <= self.eps < math.inf:
-            raise UserError(f"eps must be a number from 0 on, not {self.eps}")
+            raise UserError(f"eps must be at least 0 and finite, not {self.eps}")
         if self.norm == "linf" and self.eps > 1:
-            raise UserError(f"eps = {self.eps} exceeds the pixel range [0, 1]; 8 levels of 255 are eps = 8/255")
+            raise UserError(f"eps={self.eps} exceeds the pixel range [0, 1]; 8 levels of 255 are eps=8/255")
         if not 0 < self.step_size < math.inf:
-            raise UserError(f"step_size must be a positive number, not {self.step_size}")
+            raise UserError(f"step_size must be above 0 and finite, not {self.step_size}")
         if self.steps < 1 or self.restarts < 1:
             raise UserError(f"steps and restarts must be at least 1, not {self.steps} and {self.restarts}")
         if self.loss == "kl" and self.start == "none":
-            raise UserError('loss "kl" has no gradient at the image itself: start "uniform" or "normal"')
+            raise UserError('loss="kl" has no gradient at the image itself; use start="uniform" or start="normal"')
 
     @property
     def passes(self) -> int:
-        """Forward-backward passes over the batch, when no image exits early."""
+        """Number of forward-backward passes over the batch without early exit."""
         return self.steps * self.restarts
 
     def perturb(self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Adversarial images: the last iterate, as one trains on; with restarts or early exit, `search`'s."""
+        """Adversarial images: the last iterate; with restarts or early exit, the examples of `search`."""
         if self.restarts > 1 or self.early_exit:
             return self.search(model, x, y, generator).examples
-        # finding out a GPU tensor's range would make the host wait in every training step
+        # checking the range of a GPU tensor would synchronise in every training step
         self._check(x, y, generator, check_range=x.device.type == "cpu")
         with under_attack(model):
             clean = model(x) if self.loss == "kl" else x.new_empty(len(x), 0)
@@ -166,12 +176,12 @@ class PGD:
             return climb.image()
 
     def search(self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Outcome:
-        """Look for a misclassified image in the ball, for evaluation.
+        """Search the ball for a misclassified image, for evaluation.
 
-        An image counts as fooled when any iterate of any restart is misclassified, the unperturbed one
-        included. So robust accuracy cannot exceed clean accuracy, and with the same generator state more
-        steps or restarts cannot raise it: starts depend on neither, nor on which images were fooled before.
-        `early_exit` stops working on an image once it is fooled; it changes the time, not the count.
+        An image counts as fooled if any iterate of any restart is misclassified, the clean image included. So
+        robust accuracy cannot exceed clean accuracy, and with the same generator state more steps or restarts
+        cannot raise it: the starts depend on neither, nor on the images fooled before. `early_exit` saves time
+        and does not change the count.
         """
         self._check(x, y, generator, check_range=True)
         starts = None if self.start == "none" else _offspring(generator)
@@ -184,14 +194,14 @@ class PGD:
         return Outcome(examples, correct, fooled)
 
     def gradient(self, model: nn.Module, image: Tensor, y: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits at `image`, and the gradient there of the loss summed over the batch."""
+        """Logits at `image`, and the gradient with respect to it of the loss summed over the batch."""
         image = image.detach().requires_grad_()
         with torch.enable_grad():
             logits = at_least_float32(model(image))
             if not logits.requires_grad:
                 raise UserError(
-                    "the model's output has no gradient in its input, so no gradient attack can judge it; "
-                    "keep every operation between image and logits differentiable"
+                    "the model's output has no gradient with respect to its input, which a gradient attack needs; "
+                    "make every operation between image and logits differentiable"
                 )
             loss = LOSSES[self.loss](logits, y, at_least_float32(clean))
             (gradient,) = torch.autograd.grad(loss, image)
@@ -208,7 +218,7 @@ class PGD:
         return ball.around(noise)
 
     def _follow(self, model: nn.Module, climb: _Climb, examples: Tensor, fooled: Tensor) -> None:
-        """One restart, noting in `examples` and `fooled` what each iterate does to the model."""
+        """Run one restart and record the outcome of each iterate in `examples` and `fooled`."""
         if self.early_exit:
             climb.keep(~fooled)
         for step in range(self.steps + 1):
@@ -225,12 +235,12 @@ class PGD:
 
     def _check(self, x: Tensor, y: Tensor, generator: torch.Generator | None, check_range: bool) -> None:
         if self.start != "none" and generator is None:
-            raise UserError(f'start "{self.start}" is random: pass a torch.Generator, or start from "none"')
+            raise UserError(f'start="{self.start}" is random; pass a torch.Generator, or use start="none"')
         if not x.is_floating_point():
             raise UserError(f"images to attack must be floating point pixels in [0, 1], not {x.dtype}")
         if x.dim() < 2 or not len(x) or y.shape != x.shape[:1] or y.dtype != torch.long:
             raise UserError(
-                "an attack needs a batch of images and one integer (int64) label for each, "
+                "an attack needs a batch of images with one integer (int64) label each, "
                 f"not images {tuple(x.shape)} and labels {tuple(y.shape)} of {y.dtype}"
             )
         if check_range:
@@ -238,7 +248,7 @@ class PGD:
             if not (low >= 0 and high <= 1):
                 raise UserError(
                     f"images to attack must be pixels in [0, 1], not [{low:.3g}, {high:.3g}]; "
-                    "put the normalisation inside the model"
+                    "move the normalisation inside the model"
                 )
 
 
@@ -248,7 +258,7 @@ def fgsm(eps: float = 8 / 255) -> PGD:
 
 
 def _offspring(generator: torch.Generator | None) -> torch.Generator | None:
-    """A generator of its own for one search, so that the next one does not depend on how much this one draws."""
+    """A separate generator for one search, so that the next search does not depend on the number of draws."""
     if generator is None:
         return None
     seed = torch.randint(2**63 - 1, (1,), generator=generator, device=generator.device)

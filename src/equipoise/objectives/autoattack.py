@@ -1,4 +1,4 @@
-"""AutoAttack: the evaluation the field trusts, through the optional package pyautoattack."""
+"""AutoAttack, the standard evaluation of robustness, through the optional package pyautoattack."""
 
 from __future__ import annotations
 
@@ -29,13 +29,19 @@ def autoattack(
 ) -> RobustResult:
     """Robust accuracy under AutoAttack (Croce & Hein 2020, arXiv:2003.01690).
 
-    Version "standard" is APGD-CE, targeted APGD-DLR, targeted FAB and Square, run one after the other on the
-    images still standing; "plus" and "rand" are the package's other two. Images are pixels in [0, 1]. Its
-    random draws come from `seed`, and the global random state is left as it was.
+    Args:
+        model: The classifier; it is attacked in eval mode and left unchanged.
+        batches: Pixels in [0, 1] and labels.
+        eps: Radius of the perturbation.
+        norm: "linf" or "l2".
+        version: "standard" runs APGD-CE, targeted APGD-DLR, targeted FAB and Square in sequence, each on the
+            images that were not fooled before; "plus" and "rand" are the package's other versions.
+        seed: Seed of the attack; the global random state is restored afterwards.
+        on_progress: Called after every batch with the result so far.
     """
     if norm not in NORMS:
         raise UserError(f'AutoAttack runs in the norms "linf" and "l2", not "{norm}"')
-    if PGD(norm, eps).eps == 0:  # which has refused what is no radius at all
+    if PGD(norm, eps).eps == 0:  # PGD refuses an invalid radius
         raise UserError("AutoAttack needs a radius above 0; at 0 robust accuracy is clean accuracy")
     package = _package()
     tally = Tally()
@@ -59,15 +65,15 @@ def _package() -> Any:
 
 
 def _fit_classes(attack: Any, classes: int) -> None:
-    """The targeted attacks aim at 9 wrong classes, or at as many as there are."""
+    """Let the targeted attacks aim at 9 wrong classes, or at all of them if there are fewer."""
     if classes < 4:
-        raise UserError(f"AutoAttack's targeted loss needs at least 4 classes, and the model has {classes}")
+        raise UserError(f"AutoAttack's targeted loss needs at least 4 classes; the model has {classes}")
     attack.apgd_targeted.n_target_classes = attack.fab.n_target_classes = min(9, classes - 1)
 
 
 @contextmanager
 def _contained(device: torch.device) -> Iterator[None]:
-    """The package reseeds torch's global generators and switches off any debugger's or coverage's tracing."""
+    """Undo the side effects of the package: it reseeds torch's global generators and disables `sys.settrace`."""
     tracer = sys.gettrace()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:

@@ -1,4 +1,4 @@
-"""Does a model look robust only because its gradients say nothing?"""
+"""Detect models that look robust only because their gradients are uninformative."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor, nn
 
 from equipoise.objectives.attack import PGD, under_attack
 
-TOLERATED = 0.1  # share of images that may fail a test before it is reported
+TOLERATED = 0.1  # fraction of images that may fail a test before it is reported
 PROBED = 128  # images
 
 
 class GradientMaskingWarning(UserWarning):
-    """Robust accuracy that a gradient attack measured here is likely too high."""
+    """The robust accuracy measured by a gradient attack is likely too high."""
 
 
 def masking_caution(model: nn.Module, x: Tensor, y: Tensor, attack: PGD) -> str:
-    """Why a robust accuracy under `attack` is not to be trusted, or "".
+    """Reason not to trust a robust accuracy under `attack`, or "" if none was found.
 
-    Two necessary conditions of an attack that works (Athalye et al. 2018, arXiv:1802.00420; Carlini et al.
-    2019, arXiv:1902.06705), tried on up to 128 images of a batch that the model classifies correctly:
+    Tests two necessary conditions of a working attack (Athalye et al. 2018, arXiv:1802.00420; Carlini et al.
+    2019, arXiv:1902.06705) on the correctly classified images among the first 128 of a batch:
 
-    1. The gradient of the attack's loss is not exactly zero (or infinite, or not a number) at the image. With
-       saturated logits, float32 cross-entropy has none, and the attack stays where it starts.
-    2. Without a bound, 20 steps fool the model: a ball as large as the pixel cube holds images of every class.
+    1. The gradient of the attack's loss at the image is finite and not exactly zero. With saturated logits,
+       float32 cross-entropy has a zero gradient, and the attack does not move.
+    2. 20 steps without a bound fool the model: a ball as large as the pixel cube holds images of every class.
 
-    Either is reported when more than a tenth of those images fail it. It costs 21 forward-backward passes and
-    no randomness. Passing proves nothing: AutoAttack is the stronger check.
+    A condition is reported if more than a tenth of the images fail it. The test costs 21 forward-backward passes
+    and draws no random numbers. Passing it proves nothing; AutoAttack is a stronger check.
     """
     probe = replace(_unbounded(attack, math.prod(x.shape[1:])), loss="ce" if attack.loss == "kl" else attack.loss)
     x, y = x[:PROBED], y[:PROBED]
@@ -42,13 +42,13 @@ def masking_caution(model: nn.Module, x: Tensor, y: Tensor, attack: PGD) -> str:
     if silent > TOLERATED * correct:
         return (
             f"the input gradient of the {probe.loss} loss is zero for {silent} of {correct} images, so the attack "
-            "cannot move them: robust accuracy is overestimated; try another loss (margin) or AutoAttack"
+            "cannot move them and robust accuracy is overestimated; use the margin loss or AutoAttack"
         )
     standing = correct - int((outcome.fooled & outcome.correct).sum())
     if standing > TOLERATED * correct:
         return (
-            f"{standing} of {correct} images withstand an attack without any bound, which no sound attack "
-            "allows: gradients are masked and robust accuracy is overestimated; try AutoAttack"
+            f"{standing} of {correct} images withstand an attack without any bound, so gradients are masked and "
+            "robust accuracy is overestimated; use AutoAttack"
         )
     return ""
 

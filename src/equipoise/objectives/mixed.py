@@ -1,4 +1,4 @@
-"""Mixed training: each batch half clean, half adversarial."""
+"""Mixed training: one half of each batch is clean, the other adversarial."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from equipoise.objectives.adversarial import Adversarial
-from equipoise.objectives.objective import Classifier
+from equipoise.objectives.objective import AdversarialObjective, Classifier
 from equipoise.objectives.standard import Standard
 
 
 @dataclass(frozen=True)
-class Mixed(Adversarial):
+class Mixed(AdversarialObjective):
     """Cross-entropy on batches whose first half is clean and whose second half is adversarial.
 
-    Goodfellow et al. 2015 (arXiv:1412.6572) mix the two losses half and half; here the images are mixed, so
-    that the attack costs half as much and BatchNorm sees one batch. Of an odd batch, one more is attacked.
+    Goodfellow et al. 2015 (arXiv:1412.6572) average the two losses of every image. Here each image has one of
+    them, so that the attack costs half as much and BatchNorm sees one batch. In a batch of odd size, the
+    adversarial part is the larger one.
     """
 
     @property
     def attack_passes(self) -> int:
-        return -(-self.attack.passes // 2)  # over half of the batch; in whole ones, rounded up
+        return -(-self.attack.passes // 2)  # each pass is over half of the batch; rounded up
 
     def prepare(
         self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None

@@ -1,43 +1,80 @@
-"""What an objective is: how a batch is prepared, and the loss that is then minimised on it."""
+"""Base classes of objectives: how a batch is prepared, and which loss is minimised on it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from equipoise.objectives.attack import PGD
+
 Classifier = Callable[[Tensor], Tensor]
-"""Images to logits: the live model, or the same model at a snapshot."""
+"""Images to logits: the live model, or the model at a snapshot."""
 
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """What is minimised.
+    """Base class of objectives.
 
-    A step is `batch = prepare(model, x, y, generator)` and `loss(model, *batch)`. Preparing is what needs the
-    current model (the attack), so that the loss can be taken of two models on the very same batch. Of every
-    batch, `batch[0]` are the images whose logits `loss` returns, and `batch[1]` their labels.
+    A step computes `batch = prepare(model, x, y, generator)` and then `loss(model, *batch)`. Only `prepare`
+    depends on the current weights (through the attack), so the loss of two models can be taken on the same
+    batch. In every prepared batch, `batch[0]` holds the images whose logits `loss` returns and `batch[1]` their
+    labels.
     """
 
     @abstractmethod
     def prepare(
         self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, ...]:
-        """The batch to minimise on; `model` comes back as it was, and only `generator` is drawn from."""
+        """Prepare a batch for `loss`. The model is left unchanged, and only `generator` is drawn from."""
 
     @abstractmethod
     def loss(self, model: Classifier, *batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss over a prepared batch, and the logits to count accuracy by."""
+        """Mean loss over a prepared batch, and the logits that accuracy is computed from."""
 
     @property
     def attack_passes(self) -> int:
-        """Forward-backward passes over the batch that `prepare` costs."""
+        """Number of forward-backward passes over the batch in `prepare`."""
         return 0
 
     @property
     def loss_passes(self) -> int:
-        """Forward passes over the batch that `loss` costs, each with its backward."""
+        """Number of forward passes over the batch in `loss`, each followed by a backward pass."""
         return 1
+
+
+@dataclass(frozen=True)
+class AdversarialObjective(Objective):
+    """Base class of objectives that attack the current model once per step.
+
+    Args:
+        eps: Radius of the perturbation.
+        step_size: Step size of the attack.
+        steps: Number of steps of the attack.
+        norm: "linf" or "l2".
+    """
+
+    eps: float = 8 / 255
+    step_size: float = 2 / 255
+    steps: int = 10
+    norm: str = "linf"
+
+    start: ClassVar[str] = "uniform"
+    attack_loss: ClassVar[str] = "ce"
+
+    def __post_init__(self) -> None:
+        _ = self.attack  # raises on wrong settings here rather than in the first step
+
+    @cached_property
+    def attack(self) -> PGD:
+        """The attack that `prepare` runs."""
+        return PGD(self.norm, self.eps, self.step_size, self.steps, start=self.start, loss=self.attack_loss)
+
+    @property
+    def attack_passes(self) -> int:
+        return self.attack.passes

@@ -1,4 +1,4 @@
-"""Robust accuracy: the share of images that an attack cannot get misclassified."""
+"""Robust accuracy: the fraction of images that stay correctly classified under an attack."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from equipoise.objectives.gradient_masking import GradientMaskingWarning, maskin
 
 @dataclass(frozen=True)
 class RobustResult:
-    """Accuracy on the same images before and under attack, as shares of 1."""
+    """Accuracy on the same images without and with an attack.
+
+    Attributes:
+        clean: Accuracy without the attack, from 0 to 1.
+        robust: Accuracy under the attack, from 0 to 1.
+        images: Number of images.
+        caution: Why `robust` may be too high (gradient masking), or "".
+    """
 
     clean: float
     robust: float
     images: int
     caution: str = ""
-    """Why `robust` may be too high (gradient masking), or empty."""
 
 
 Progress = Callable[[RobustResult], None]
@@ -31,7 +37,7 @@ Progress = Callable[[RobustResult], None]
 
 
 def pgd10(eps: float = 8 / 255) -> PGD:
-    """L∞ PGD, 10 steps of 2/255 from a uniform start: what adversarial training trains against."""
+    """L∞ PGD, 10 steps of 2/255 from a uniform start: the attack of adversarial training."""
     return PGD(eps=eps, steps=10, early_exit=True)
 
 
@@ -42,7 +48,7 @@ def pgd20(eps: float = 8 / 255) -> PGD:
 
 def pgd50x10(eps: float = 8 / 255) -> PGD:
     """L∞ PGD, 50 steps of 2.5·ε/50, 10 restarts: the paper's evaluation."""
-    step_size = 2.5 * eps / 50 or 1.0  # with no room to move, any step will do
+    step_size = 2.5 * eps / 50 or 1.0  # for eps = 0 any positive step size will do
     return PGD(eps=eps, step_size=step_size, steps=50, restarts=10, early_exit=True)
 
 
@@ -52,7 +58,7 @@ def l2pgd50x10(eps: float = 128 / 255) -> PGD:
 
 
 def margin50x10(eps: float = 8 / 255) -> PGD:
-    """L∞ PGD as pgd50x10, on the margin between logits, which saturation does not silence."""
+    """L∞ PGD as pgd50x10, on the margin between logits, whose gradient does not vanish when logits saturate."""
     return replace(pgd50x10(eps), loss="margin")
 
 
@@ -70,21 +76,21 @@ ATTACKS: Catalogue[Callable[..., PGD]] = Catalogue(
 
 
 class Tally:
-    """Counts of right answers over the batches of an evaluation."""
+    """Counts of correct answers over the batches of an evaluation."""
 
     def __init__(self) -> None:
         self.images = self.clean = self.robust = 0
 
     def add(self, correct: Tensor, fooled: Tensor) -> None:
-        """Count a batch: an image is robust when it was correct and is not fooled."""
+        """Count a batch: an image is robust if it was correct and was not fooled."""
         self.images += len(correct)
         self.clean += int(correct.sum())
         self.robust += int((correct & ~fooled).sum())
 
     def result(self, caution: str = "") -> RobustResult:
-        """The accuracies so far."""
+        """Accuracies over the batches so far."""
         if not self.images:
-            raise UserError("there are no images to attack: the batches are empty")
+            raise UserError("there are no images to attack; pass at least one batch")
         return RobustResult(self.clean / self.images, self.robust / self.images, self.images, caution)
 
 
@@ -96,12 +102,19 @@ def robust_accuracy(
     on_progress: Progress | None = None,
     check_masking: bool = True,
 ) -> RobustResult:
-    """Clean accuracy, and accuracy under `attack` (a PGD, or a name from ATTACKS) on the same images.
+    """Clean accuracy, and accuracy under an attack on the same images.
 
-    An image is fooled when any iterate of any restart is misclassified (see `PGD.search`); the paper, through
-    Foolbox, looks at the last iterate of each restart only, so this is never the higher number of the two.
-    The first batch is also tested for gradient masking (see `masking_caution`), which raises a
-    `GradientMaskingWarning` and is kept in the result's `caution`.
+    An image is fooled if any iterate of any restart is misclassified (see `PGD.search`). The paper, through
+    Foolbox, considers only the last iterate of each restart, so this number is never higher than the paper's.
+
+    Args:
+        model: The classifier; it is attacked in eval mode and left unchanged.
+        batches: Pixels in [0, 1] and labels.
+        attack: A `PGD`, or a name from `ATTACKS`.
+        generator: Source of the random starts.
+        on_progress: Called after every batch with the result so far.
+        check_masking: Test the first batch for gradient masking (see `masking_caution`). If it is found, a
+            `GradientMaskingWarning` is raised and recorded in the result's `caution`.
     """
     attack = ATTACKS[attack]() if isinstance(attack, str) else attack
     tally, caution = Tally(), ""

@@ -1,4 +1,4 @@
-"""Standard training: cross-entropy on the images as they are."""
+"""Standard training: cross-entropy on clean images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from equipoise.objectives.objective import Classifier, Objective
 
 @dataclass(frozen=True)
 class Standard(Objective):
-    """Cross-entropy on clean images; `label_smoothing` 0.1 for ImageNet, else 0."""
+    """Cross-entropy on clean images.
+
+    Args:
+        label_smoothing: At least 0 and below 1; usually 0.1 for ImageNet and 0 otherwise.
+    """
 
     label_smoothing: float = 0.0
 

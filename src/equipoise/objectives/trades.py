@@ -1,4 +1,4 @@
-"""TRADES: accuracy on clean images, and predictions that a perturbation does not change."""
+"""TRADES: a trade-off between accuracy on clean images and invariance of predictions to perturbations."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.errors import UserError
-from equipoise.objectives.adversarial import Adversarial
 from equipoise.objectives.attack import at_least_float32
-from equipoise.objectives.objective import Classifier
+from equipoise.objectives.objective import AdversarialObjective, Classifier
 
 
 @dataclass(frozen=True)
-class Trades(Adversarial):
+class Trades(AdversarialObjective):
     """Clean cross-entropy + β·KL(clean ‖ adversarial) (TRADES, Zhang et al. 2019, arXiv:1901.08573).
 
-    loss = CE(f(x), y) + β·(1/B) Σ Σₖ pₖ (log pₖ − log qₖ), p = softmax f(x), q = softmax f(x′), β = 6, with
-    gradient through both p and q, as the authors' code has it. x′ climbs the same KL from x + 0.001·N(0, 1).
-    Two differences from that code: the start is clipped to valid pixels, and f(x) is computed once, so that
-    BatchNorm sees the clean batch once a step, not twice. Accuracy is that of the clean images.
+    With p = softmax f(x) and q = softmax f(x′), averaged over the batch:
+
+        loss = CE(f(x), y) + β·Σₖ pₖ (log pₖ − log qₖ)
+
+    The gradient flows through both p and q, and x′ maximises the same divergence from x + 0.001·N(0, 1), as in
+    the authors' code. Two differences from that code: the start is clipped to valid pixels, and f(x) is
+    computed once, so that BatchNorm sees the clean batch once per step. Accuracy is that of the clean images.
+
+    Args:
+        beta: Weight β of the divergence.
     """
 
     beta: float = 6.0

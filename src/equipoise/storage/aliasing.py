@@ -1,8 +1,7 @@
-"""Who can see what an in-place operation of a traced forward does.
+"""Find in-place operations of a traced forward whose effect is read elsewhere.
 
-A packed model keeps activations in another layout than torch's, and there every operation makes a new value. So an
-operation that changes its input may be carried over only where nobody looks at that input again, by its own name or
-through a view of it.
+In the blocked layout every operation makes a new value. An operation that changes its input can be converted only if
+nothing reads that input afterwards, neither by its name nor through a view.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd
 
 from equipoise.storage.packed_modules import PackedLayer
 
-# What makes a new tensor, whatever its input. Everything that is not listed may return its input or a view of it.
+# Modules and functions that always return a new tensor. All others may return their input or a view of it.
 FRESH_MODULES = (
     PackedLayer, _ConvNd, nn.Linear, nn.Bilinear, nn.Embedding,
     _NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm,
@@ -37,15 +36,15 @@ FRESH_CALLS = frozenset({
     "hardswish", "hardsigmoid", "sigmoid", "tanh", "softplus", "softmax", "log_softmax",
     "scaled_dot_product_attention",
 })  # fmt: skip
-# What gives numbers about a tensor and no tensor
-ABOUT = frozenset({
+# Methods and attributes that describe a tensor and return no tensor
+DESCRIBING = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "stride", "get_device", "is_floating_point",
     "element_size",
 })  # fmt: skip
-ABOUT_ATTRIBUTES = frozenset({
+DESCRIBING_ATTRIBUTES = frozenset({
     "shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes",
 })  # fmt: skip
-# Python's own operations in place, by their names in `operator`
+# Python's in-place operators, by their names in `operator`
 IN_PLACE = frozenset({
     "iadd", "iand", "ifloordiv", "ilshift", "imod", "imul", "imatmul", "ior", "ipow", "irshift", "isub",
     "itruediv", "ixor", "setitem",
@@ -53,16 +52,16 @@ IN_PLACE = frozenset({
 
 
 def is_overwritten(graph: fx.Graph, model: nn.Module) -> bool:
-    """Whether some value is looked at after an in-place operation has changed it, other than as its result."""
+    """Return whether a value is read after an in-place operation changed it, other than as its result."""
     modules = dict(model.named_modules())
-    group: dict[Node, set[Node]] = {}  # the nodes that may share memory with each
+    group: dict[Node, set[Node]] = {}  # nodes that may share memory with each node
     stale: set[Node] = set()  # nodes whose memory has been changed since
     for node in graph.nodes:
         if not stale.isdisjoint(node.all_input_nodes):
             return True
         for changed in _changed(node, modules):
             if any(other.op in ("placeholder", "get_attr") for other in group[changed]):
-                return True  # the caller, or the next call, would see it
+                return True  # the caller or the next call reads it
             stale |= group[changed]
         shared = {node}.union(*(group[source] for source in _aliased(node, modules)))
         group.update((member, shared) for member in shared)
@@ -70,7 +69,7 @@ def is_overwritten(graph: fx.Graph, model: nn.Module) -> bool:
 
 
 def _changed(node: Node, modules: dict[str, nn.Module]) -> list[Node]:
-    """The inputs that a node changes, or may change."""
+    """Inputs that a node changes or may change."""
     if _is_foreign(node) or node.kwargs.get("out") is not None:
         return node.all_input_nodes
     if not _is_in_place(node, modules):
@@ -79,14 +78,14 @@ def _changed(node: Node, modules: dict[str, nn.Module]) -> list[Node]:
 
 
 def _aliased(node: Node, modules: dict[str, nn.Module]) -> list[Node]:
-    """The inputs that the result of a node may share memory with."""
+    """Inputs that the result of a node may share memory with."""
     if changed := _changed(node, modules):
         return changed
     return [] if _is_fresh(node, modules) else node.all_input_nodes
 
 
 def _is_in_place(node: Node, modules: dict[str, nn.Module]) -> bool:
-    """By torch's conventions: an option `inplace`, or a name that ends in an underscore."""
+    """Whether a node has the option `inplace` or a name that ends in an underscore, by torch's conventions."""
     if node.op == "call_module":
         return bool(getattr(modules[str(node.target)], "inplace", False))
     if node.op not in ("call_function", "call_method"):
@@ -99,21 +98,21 @@ def _is_fresh(node: Node, modules: dict[str, nn.Module]) -> bool:
     if node.op == "call_module":
         return isinstance(modules[str(node.target)], FRESH_MODULES)
     if node.target is getattr:
-        return node.args[1] in ABOUT_ATTRIBUTES
-    return node.op in ("call_function", "call_method") and _name(node.target) in FRESH_CALLS | ABOUT
+        return node.args[1] in DESCRIBING_ATTRIBUTES
+    return node.op in ("call_function", "call_method") and _name(node.target) in FRESH_CALLS | DESCRIBING
 
 
 def _is_foreign(node: Node) -> bool:
-    """Whether a function is neither Python's nor torch's own: nobody knows what it does to its arguments."""
+    """Whether a function is from outside Python and torch, and may do anything to its arguments."""
     if node.op != "call_function":
         return False
-    module = getattr(node.target, "__module__", None) or "torch"  # torch's built-in functions have none
+    module = getattr(node.target, "__module__", None) or "torch"  # torch's built-in functions have no module
     return module.startswith(("torch.ops", "torch._ops")) or module.partition(".")[0] not in (
         "torch", "_operator", "builtins", "math",
     )  # fmt: skip
 
 
 def _name(target: Any) -> str:
-    """Of a function or method; "iadd" for `__iadd__`."""
+    """Name of a function or method; `iadd` for `__iadd__`."""
     name: str = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name.strip("_") if name.startswith("__") else name

@@ -1,4 +1,4 @@
-"""One bit per place of a weight."""
+"""Vectors of flags, one bit for each weight of a tensor."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 def pack_bits(flags: Tensor) -> Tensor:
-    """A vector of booleans as bytes, the first place in the highest bit."""
+    """Pack a vector of booleans into bytes, the first flag in the highest bit."""
     return torch.from_numpy(np.packbits(flags.numpy()))
 
 
-def get_bits(packed: Tensor, size: int, places: Tensor | None = None) -> Tensor:
-    """The flags of all places, or of some."""
-    if places is None:
+def get_bits(packed: Tensor, size: int, index: Tensor | None = None) -> Tensor:
+    """Return the flags at `index`, or all `size` flags."""
+    if index is None:
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=size).view(np.bool_))
-    places = places.long()
-    return (packed[places >> 3] >> (7 - (places & 7)).to(torch.uint8)).bitwise_and_(1).bool()
+    index = index.long()
+    return (packed[index >> 3] >> (7 - (index & 7)).to(torch.uint8)).bitwise_and_(1).bool()
 
 
-def set_bits(packed: Tensor, places: Tensor) -> None:
-    """Raise the flags of some places, each named once or more."""
-    bits, where = packed.numpy(), places.numpy()
-    np.bitwise_or.at(bits, where >> 3, (128 >> (where & 7)).astype(np.uint8))
+def set_bits(packed: Tensor, index: Tensor) -> None:
+    """Set the flags at `index` in place; an index may be repeated."""
+    bits, at = packed.numpy(), index.numpy()
+    np.bitwise_or.at(bits, at >> 3, (128 >> (at & 7)).astype(np.uint8))

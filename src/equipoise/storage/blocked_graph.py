@@ -1,4 +1,4 @@
-"""Carrying a traced model over to the blocked layout: known operations run in it, others get conversions."""
+"""Convert a traced model to the blocked layout: known operations run in it, conversions surround all others."""
 
 from __future__ import annotations
 
@@ -12,24 +12,29 @@ from torch import fx, nn
 from torch.fx import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from equipoise.kernels import operators as functional
+from equipoise.kernels import operators
 from equipoise.kernels.blocked import from_blocked, to_blocked
 from equipoise.storage.packed_model import PackedTracer
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedConv1d, PackedConv2d, PackedLayer
 
 RELU = {F.relu, torch.relu, torch.relu_, "relu", "relu_"}
 ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
-BORDERED = {to_blocked, functional.relu, functional.max_pool, functional.add}
+BORDERED = {to_blocked, operators.relu, operators.max_pool, operators.add}
 
 
 def blocked_graph(graph: fx.Graph, model: nn.Module) -> fx.Graph:
-    """The same computation with packed layers and their surroundings in the blocked layout."""
-    new = _Carrier(graph, dict(model.named_modules()), model).run()
+    """Return a graph of the same function, with packed layers and the operations around them in the blocked layout.
+
+    Args:
+        graph: The graph of a packed model.
+        model: The model. Norms that move to the blocked layout are replaced in it.
+    """
+    new = _Converter(graph, model).run()
     modules = dict(model.named_modules())
     _fuse(new, modules)
     _set_borders(new, modules)
     for node in new.nodes:
-        node.type = None  # annotations that are strings keep torch from pickling the graph
+        node.type = None  # torch cannot pickle a graph with annotations that are strings
     new.lint()
     return new
 
@@ -38,20 +43,20 @@ def _pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else tuple(value)
 
 
-class _Carrier:
-    """Copies a graph node by node, remembering which values are blocked."""
+class _Converter:
+    """Copies a graph node by node and records which values are blocked."""
 
-    def __init__(self, graph: fx.Graph, modules: dict[str, nn.Module], model: nn.Module) -> None:
-        self.old, self.modules, self.model = graph, modules, model
+    def __init__(self, graph: fx.Graph, model: nn.Module) -> None:
+        self.old, self.modules, self.model = graph, dict(model.named_modules()), model
         self.new = fx.Graph(tracer_cls=PackedTracer)
         self.plain: dict[Node, Node] = {}
         self.blocked: dict[Node, Node] = {}
 
     def run(self) -> fx.Graph:
         for node in self.old.nodes:
-            carried = self._carry(node)
-            if carried is not None:
-                self.blocked[node] = carried
+            converted = self._convert(node)
+            if converted is not None:
+                self.blocked[node] = converted
             else:
                 self.plain[node] = self.new.node_copy(node, self._as_plain)
         return self.new
@@ -66,10 +71,10 @@ class _Carrier:
             self.blocked[node] = self.new.call_function(to_blocked, (self.plain[node],))
         return self.blocked[node]
 
-    def _carry(self, node: Node) -> Node | None:
-        """The node in blocked form; None where it has none or its input is not blocked."""
+    def _convert(self, node: Node) -> Node | None:
+        """The node in blocked form; `None` if it has none or its input is not blocked."""
         if node.op == "call_module":
-            return self._carry_module(node, self.modules[str(node.target)])
+            return self._convert_module(node, self.modules[str(node.target)])
         if node.op not in ("call_function", "call_method"):
             return None
         inputs = [argument for argument in node.args if isinstance(argument, Node)]
@@ -81,7 +86,7 @@ class _Carrier:
         target, extra = form
         return self.new.call_function(target, tuple(self.blocked[i] for i in inputs), extra)
 
-    def _carry_module(self, node: Node, module: nn.Module) -> Node | None:
+    def _convert_module(self, node: Node, module: nn.Module) -> Node | None:
         if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
             return None
         source = node.args[0]
@@ -98,14 +103,14 @@ class _Carrier:
         return None if form is None else self.new.call_function(form[0], (self.blocked[source],), form[1])
 
     def _replace_norm(self, path: str, norm: _BatchNorm) -> None:
-        """The blocked norm takes plain tensors too, for a module that is also called elsewhere."""
+        """Replace a norm in the model. The blocked norm also takes plain tensors, if it is called elsewhere."""
         if not isinstance(norm, BlockedBatchNorm):
             parent, _, name = path.rpartition(".")
             self.modules[path] = BlockedBatchNorm.from_torch(norm)
             setattr(self.model.get_submodule(parent), name, self.modules[path])
 
 
-Form = tuple[Callable[..., Any], dict[str, Any]]
+Form = tuple[Callable[..., Any], dict[str, Any]]  # a blocked operation and its options
 
 
 def _max_pool(
@@ -116,10 +121,10 @@ def _max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Form | None:
-    """torch's max_pool2d, where it is the 2x2 one with stride 2."""
+    """Form of torch's max_pool2d if its windows are 2x2 with stride 2."""
     windows = (kernel_size, stride or kernel_size, padding, dilation)
     usual = [_pair(value) for value in windows] == [(2, 2), (2, 2), (0, 0), (1, 1)]
-    return (functional.max_pool, {}) if usual and not ceil_mode and not return_indices else None
+    return (operators.max_pool, {}) if usual and not ceil_mode and not return_indices else None
 
 
 def _avg_pool(
@@ -130,23 +135,23 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Form | None:
-    """torch's avg_pool2d, where its windows tile the map."""
+    """Form of torch's avg_pool2d if its windows tile the map."""
     kernel = _pair(kernel_size)
     usual = _pair(stride or kernel_size) == kernel and _pair(padding) == (0, 0)
-    return (functional.avg_pool, {"kernel": kernel}) if usual and not ceil_mode and not divisor_override else None
+    return (operators.avg_pool, {"kernel": kernel}) if usual and not ceil_mode and not divisor_override else None
 
 
 def _global_pool(output_size: Any) -> Form | None:
-    return (functional.avg_pool, {}) if output_size in (1, (1, 1)) else None
+    return (operators.avg_pool, {}) if output_size in (1, (1, 1)) else None
 
 
 def _flatten(start_dim: int = 0, end_dim: int = -1) -> Form | None:
-    return (functional.flatten, {}) if (start_dim, end_dim) == (1, -1) else None
+    return (operators.flatten, {}) if (start_dim, end_dim) == (1, -1) else None
 
 
 def _blocked_module(module: nn.Module) -> Form | None:
     if isinstance(module, nn.ReLU):
-        return functional.relu, {}
+        return operators.relu, {}
     if isinstance(module, nn.MaxPool2d):
         windows = (module.kernel_size, module.stride, module.padding, module.dilation)
         return _max_pool(*windows, module.ceil_mode, module.return_indices)
@@ -173,21 +178,21 @@ def _blocked_call(node: Node) -> Form | None:
     target, rest, options = node.target, node.args[1:], dict(node.kwargs)
     options.pop("inplace", None)
     if target in RELU and not rest and not options:
-        return functional.relu, {}
+        return operators.relu, {}
     if target in ADD and len(rest) == 1 and isinstance(rest[0], Node) and not options:
-        return functional.add, {}
+        return operators.add, {}
     return CALLS[target](*rest, **options) if target in CALLS else None
 
 
 def _fuse(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
-    """Norm + add + ReLU + pool become one pass, and so do add + ReLU and ReLU + pool."""
+    """Fuse norm + add + ReLU + pool into one pass, and likewise add + ReLU and ReLU + pool."""
     for node in list(graph.nodes):
         if _is_norm(node, modules):
             while _absorb(node, graph):
                 pass
-        elif node.target is functional.add:
+        elif node.target is operators.add:
             _absorb(node, graph)
-        elif node.target is functional.relu and _only_user(node) is functional.max_pool:
+        elif node.target is operators.relu and _only_user(node) is operators.max_pool:
             user = next(iter(node.users))
             user.args = node.args
             user.kwargs = {"relu": True}
@@ -203,14 +208,14 @@ def _only_user(node: Node) -> Any:
 
 
 def _absorb(node: Node, graph: fx.Graph) -> bool:
-    """Take the one user of `node` into it where the fused pass does what it does, in its order."""
+    """Fuse the only user of `node` into it if one pass can do both in this order."""
     done, target = dict(node.kwargs), _only_user(node)
     taken: dict[str, Any]
-    if target is functional.relu and not {"relu", "pool"} & done.keys():
+    if target is operators.relu and not {"relu", "pool"} & done.keys():
         taken = {"relu": True}
-    elif target is functional.max_pool and node.op == "call_module" and not {"residual", "pool"} & done.keys():
+    elif target is operators.max_pool and node.op == "call_module" and not {"residual", "pool"} & done.keys():
         taken = {"pool": True}
-    elif target is functional.add and node.op == "call_module" and not done:
+    elif target is operators.add and node.op == "call_module" and not done:
         other = [argument for argument in next(iter(node.users)).args if argument is not node]
         if len(other) != 1:
             return False
@@ -227,7 +232,7 @@ def _absorb(node: Node, graph: fx.Graph) -> bool:
 
 
 def _set_borders(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
-    """Each producer writes its result inside the border that the convolutions after it read."""
+    """Let each producer write its result inside the border that the next convolutions read."""
     for node in graph.nodes:
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         if node.target in BORDERED or isinstance(module, (BlockedBatchNorm, PackedConv1d, PackedConv2d)):

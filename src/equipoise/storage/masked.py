@@ -1,4 +1,4 @@
-"""A sparse weight kept as a dense tensor with exact zeros."""
+"""Masked storage: a sparse weight is a dense tensor with exact zeros."""
 
 from __future__ import annotations
 
@@ -7,34 +7,109 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from equipoise.errors import UserError
-from equipoise.storage.layer import Layer
+from equipoise.storage.bitmap import get_bits, pack_bits
+from equipoise.storage.flat import FlatParameters
+from equipoise.storage.sparse_weight import SparseWeight, is_cleared
 
-ACTIVE, DROPPED = -1, 1  # 0: never active so far
+# Values of `activity`. ACTIVE has all bits set: `value & ACTIVE` keeps a number and `value & NEVER` clears it.
+ACTIVE, NEVER, DROPPED = -1, 0, 1
 
-# Integers of the size of a floating-point number, by bytes: a mask of all bits or none keeps or clears any number,
-# NaN too, several times faster on a CPU than filling by a boolean mask.
+# Integers as wide as each floating-point type: masking bits is exact for NaN and several times faster on a CPU than
+# filling by a boolean mask.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-BLOCK = 2**22  # weights masked at a time: larger temporaries would be mapped anew by the system at every call
+CHUNK = 2**22  # weights masked at a time on a CPU: larger temporaries would be mapped again at every call
 
 
-class MaskedLayer(Layer):
-    """One weight and the places of it that are active, in one byte per weight.
+class MaskedTensor:
+    """A tensor that the optimizer steps, and one byte for each of its elements: active, dropped or never active.
 
-    `places` is -1 (all bits set) where a weight is active, 1 where it once was, 0 where it never was: the mask and
-    ITOP's record of exploration in the same tensor. `active` is known on the host, so nothing waits for a GPU.
+    It is one weight of the model or, with `FlatParameters`, a vector of many. Elements that no topology owns are
+    active.
+
+    Args:
+        tensor: The parameter that the optimizer steps.
+        shared: Whether it holds several weights.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, active: Tensor, final: int) -> None:
+    def __init__(self, tensor: nn.Parameter, shared: bool = False) -> None:
+        self.tensor = tensor
+        self.shared = shared
+        self.activity = torch.full_like(tensor, ACTIVE, dtype=torch.int8, requires_grad=False)
+
+    def follow_device(self) -> None:
+        """Move the mask to where `model.to(device)` has moved the weights."""
+        if self.activity.device != self.tensor.device:
+            self.activity = self.activity.to(self.tensor.device)
+
+    def hide_inactive(self, other: Tensor) -> None:
+        """Set the inactive elements of a tensor shaped like `tensor` to exactly zero."""
+        self.follow_device()
+        hide_inactive(other, self.activity)
+
+
+def hide_inactive(tensor: Tensor, activity: Tensor) -> None:
+    """Set the elements of `tensor` that are not active to exactly zero, whatever their value."""
+    bits = tensor.detach().view(BITS[tensor.element_size()])
+    if tensor.is_cuda:
+        bits.bitwise_and_(activity.clamp(max=0))
+        return
+    rows = max(1, CHUNK * len(bits) // bits.numel())
+    for part, codes in zip(bits.split(rows), activity.split(rows), strict=True):
+        part.bitwise_and_(codes.clamp(max=0).to(tensor.device))
+
+
+class MaskedWeight(SparseWeight):
+    """A weight of the model whose inactive entries are zero.
+
+    Args:
+        name: Name of the weight.
+        parameter: The weight.
+        active: Flat indices that are active first.
+        final: Number of active weights at the end.
+        masked: The tensor that the optimizer steps; the weight itself by default.
+        flat: The layout of `masked`, if the weight is a part of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        active: Tensor,
+        final: int,
+        masked: MaskedTensor | None = None,
+        flat: FlatParameters | None = None,
+    ) -> None:
         super().__init__(name, len(active), final)
         self.parameter = parameter
-        self.gradient_copy: Tensor | None = None  # the gradient of all places, while an update needs it
-        self.attached: tuple[int, int] | None = None  # weights that were not zero before attaching; version after it
-        self.batch_gradient: Tensor | None = None  # what of `.grad` comes from batches, where a correction adds to it
-        places = torch.zeros(parameter.numel(), dtype=torch.int8)
-        places[active] = ACTIVE
-        self.places = torch.zeros_like(parameter, dtype=torch.int8, requires_grad=False)
-        self.places.copy_(places.view(parameter.shape))
+        self.masked = masked or MaskedTensor(parameter)
+        self._flat = flat
+        self._active: int | None = len(active)
+        activity = torch.zeros(parameter.numel(), dtype=torch.int8)
+        activity[active] = ACTIVE
+        self.activity.copy_(activity.view(parameter.shape))
+        self.growth_recorder = GrowthRecorder(parameter)
+
+    @property
+    def stepped(self) -> nn.Parameter:
+        return self.masked.tensor
+
+    def view(self, tensor: Tensor) -> Tensor:
+        return tensor if self._flat is None else self._flat.view(self.parameter, tensor)
+
+    @property
+    def activity(self) -> Tensor:
+        """`ACTIVE`, `DROPPED` or `NEVER` for each weight, in its shape."""
+        return self.view(self.masked.activity)
+
+    @property
+    def active(self) -> int:
+        if self._active is None:
+            self._active = int(torch.count_nonzero(self.mask()))
+        return self._active
+
+    def recount(self) -> None:
+        """Count the active weights again when the number is next needed: only the device knows it."""
+        self._active = None
 
     @property
     def size(self) -> int:
@@ -42,131 +117,117 @@ class MaskedLayer(Layer):
 
     @property
     def weight(self) -> Tensor:
-        """All places of the weight as a vector; inactive ones are zero."""
         return self.parameter.detach().reshape(-1)
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient at all places as a vector: dense at steps where the algorithm asked for it."""
-        found = self.parameter.grad if self.gradient_copy is None else self.gradient_copy
+        found = self.parameter.grad if self.growth is None else self.growth
         return None if found is None else found.detach().reshape(-1)
 
     def mask(self) -> Tensor:
         self.follow_device()
-        return self.places < 0
+        return self.activity == ACTIVE
+
+    def explored(self) -> int:
+        return int(torch.count_nonzero(self.activity))
 
     def follow_device(self) -> None:
-        """Masks go where `model.to(device)` has taken the weights."""
-        device = self.parameter.device
-        if self.places.device != device:
-            self.places = self.places.to(device)
-            self.memory = None if self.memory is None else self.memory.to(device)
+        """Move mask and memory to where `model.to(device)` has moved the weight."""
+        self.masked.follow_device()
+        if self.memory is not None and self.memory.device != self.parameter.device:
+            self.memory = self.memory.to(self.parameter.device)
 
     def hide_inactive(self, tensor: Tensor) -> None:
-        """Set inactive places of a tensor shaped like the weight to exactly zero (whatever was there, NaN too)."""
-        if self.active == self.size:
+        if self._active == self.size:
             return
         self.follow_device()
-        bits = tensor.detach().view(BITS[tensor.element_size()])
-        rows = max(1, BLOCK * len(bits) // self.size)
-        for part, places in zip(bits.split(rows), self.places.split(rows), strict=True):
-            part.bitwise_and_(places.clamp(max=0).to(tensor.device))
-
-    def keep_dense_gradient(self) -> None:
-        """Put the dense gradient aside and leave the optimizer the sparse one; once a backward pass."""
-        gradient = self.parameter.grad
-        if gradient is None:
-            self.gradient_copy = None
-        elif self.gradient_copy is None:
-            self.gradient_copy = gradient.detach().clone() if self.batch_gradient is None else self.batch_gradient
-            self.hide_inactive(gradient)
-
-    def begin_pass(self) -> None:
-        self.gradient_copy = None
-
-    def forget_gradient(self) -> None:
-        self.gradient_copy = self.batch_gradient = None
-
-    def keep_batch_gradient(self, earlier: Tensor | None) -> None:
-        """Put aside what a backward pass has added to the `earlier` gradient, beside what passes before it have."""
-        gradient = self.parameter.grad
-        if gradient is None or earlier is None or self.batch_gradient is None:
-            self.batch_gradient = None if gradient is None else gradient.detach().clone()
-        else:
-            self.batch_gradient += gradient.detach() - earlier
-
-    def put_aside(self) -> list[Tensor]:
-        return [] if self.batch_gradient is None else [self.batch_gradient]
+        hide_inactive(tensor, self.activity)
 
     def rewire(self, dropped: Tensor, grown: Tensor, states: Iterable[Tensor]) -> None:
-        """Drop and grow. Both end at zero in the weight and in every tensor of the optimizer's state."""
-        changed = torch.zeros(self.size, dtype=torch.bool, device=self.places.device)
+        activity = self.activity
+        changed = torch.zeros(self.size, dtype=torch.bool, device=activity.device)
         changed.index_fill_(0, dropped, True).index_fill_(0, grown, True)
         for tensor in (self.parameter.detach(), *states):
             tensor.masked_fill_(changed.view(self.parameter.shape), 0)
-        flat = self.places.reshape(-1).index_fill(0, dropped, DROPPED).index_fill_(0, grown, ACTIVE)
-        self.places.copy_(flat.view(self.places.shape))
-        self.active += len(grown) - len(dropped)
+        codes = activity.reshape(-1).index_fill(0, dropped, DROPPED).index_fill_(0, grown, ACTIVE)
+        activity.copy_(codes.view(activity.shape))
+        if self._active is not None:
+            self._active += len(grown) - len(dropped)
 
-    # BSR-Net's rewiring of single places
+    # Growth
+
+    def record_growth(self, record: bool) -> None:
+        self.growth_recorder.record = record
+        self.growth_recorder.clear()
 
     @property
-    def signs(self) -> Tensor:
-        assert self.memory is not None
-        return self.memory
+    def growth(self) -> Tensor | None:
+        return self.growth_recorder.total
 
-    def remember_signs(self) -> None:
-        self.memory = torch.where(self.parameter.detach() < 0, -1, 1).to(torch.int8)
+    @growth.setter
+    def growth(self, value: Tensor) -> None:
+        self.growth_recorder.total = value
 
-    def switch_off(self, where: Tensor, states: Iterable[Tensor]) -> None:
-        crossed = self.mask() & where
-        self.places.masked_fill_(crossed, DROPPED)
-        self.parameter.masked_fill_(crossed, 0)
+    # Save and load
 
-    def count(self) -> Tensor:
-        return self.mask().sum()
+    def state_dict(self) -> dict[str, Tensor]:
+        activity = self.activity.cpu().reshape(-1)
+        return {
+            "shape": torch.tensor(self.parameter.shape),
+            "mask": pack_bits(activity == ACTIVE),
+            "explored": pack_bits(activity != NEVER),
+        }
 
-    def grow_inactive(self, ranks: Tensor, magnitude: float, states: Iterable[Tensor]) -> None:
-        inactive = (~self.mask()).reshape(-1).cumsum(0, dtype=torch.int32)
-        where = _coordinates(torch.searchsorted(inactive, ranks.to(inactive.device) + 1), self.parameter.shape)
-        self.parameter[where] = magnitude * self.signs[where].to(self.parameter.dtype)
-        self.places[where] = self.places.new_full((), ACTIVE)  # a number from the host would make it wait
-        self.active += len(ranks)
+    def check_state(self, state: dict[str, Tensor]) -> int:
+        self._check_bitmaps(state, ("mask", "explored"))
+        return int(get_bits(state["mask"].cpu(), self.size).sum())
 
-    def explored(self) -> int:
-        """How many places have been active at some time."""
-        return int(torch.count_nonzero(self.places))
-
-    def saved(self) -> Tensor:
-        return self.places
-
-    def check(self, saved: Tensor) -> None:
-        """Refuse the places of another model's weight."""
-        if saved.shape != self.parameter.shape:
-            was, now = tuple(saved.shape), tuple(self.parameter.shape)
-            raise UserError(f'the mask of "{self.name}" has shape {was}, the weight {now}: another model')
-
-    def saved_active(self, saved: Tensor) -> int:
-        return int((saved < 0).sum())
-
-    def lost(self, saved: Tensor) -> int:
-        """Only a weight that was sparse already, by a mask like the saved one, can have lost what it needs."""
-        if self.attached is None or self.attached[1] != self.parameter._version:
-            return 0  # written since
-        before, now = self.attached[0], int(torch.count_nonzero(self.parameter.detach()))
-        return before - now if before <= self.saved_active(saved) else 0
-
-    def load(self, saved: Tensor, memory: Tensor | None) -> None:
-        self.places.copy_(saved)
-        self.memory = None if memory is None else memory.to(self.parameter.device, copy=True)
-        self.active = int(torch.count_nonzero(self.mask()))
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        explored, mask = (get_bits(state[part].cpu(), self.size) for part in ("explored", "mask"))
+        codes = explored.to(torch.int8).masked_fill_(mask, ACTIVE)
+        self.activity.copy_(codes.view(self.parameter.shape))
+        self._active = int(mask.sum())
         self.hide_inactive(self.parameter.detach())
 
 
-def _coordinates(places: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
-    """The indices of places by number, whatever the memory format; torch.unravel_index makes the host wait."""
-    found = []
-    for size in reversed(shape):
-        found.append(places % size)
-        places = places // size
-    return tuple(reversed(found))
+class GrowthRecorder:
+    """Sums the gradient of all entries of a weight over the backward passes of a step.
+
+    `before_accumulation` and `after_accumulation` are hooks of the weight. A pass counts only if its gradient ends in
+    `.grad`: `torch.autograd.grad` calls the first hook and not the second.
+
+    Attributes:
+        record: Whether passes are recorded.
+        total: The sum; `None` if no pass was recorded.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self.record = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.total: Tensor | None = None
+        self._pass: Tensor | None = None
+        self._restart = True
+
+    def before_accumulation(self, gradient: Tensor) -> None:
+        """See the gradient of one pass before autograd adds it to `.grad`."""
+        if self.record:
+            # The reference keeps autograd from using this tensor as `.grad`, which is masked in place.
+            self._pass, self._restart = gradient, is_cleared(self._parameter.grad)
+
+    def after_accumulation(self) -> None:
+        """Keep the gradient of the pass."""
+        if self._pass is not None:
+            self.add(self._pass, self._restart)
+            self._pass = None
+
+    @torch.no_grad()
+    def add(self, gradient: Tensor, restart: bool = False) -> None:
+        """Add the gradient of one pass, or start again with it."""
+        if self.total is None or restart:
+            self.total = gradient.detach().clone()
+        else:
+            self.total += gradient.detach()

@@ -17,8 +17,7 @@ from equipoise.kernels import operators as functional
 from equipoise.kernels.arena import NO_BORDER, Border
 from equipoise.kernels.blocked import Blocked, from_blocked, to_blocked
 from equipoise.kernels.taps import ConvShape, Pattern
-
-Watcher = functional.Watcher
+from equipoise.storage.sparse_weight import is_cleared
 
 # When does torch's dense convolution win? A weight costs the sparse kernel more time than the dense one, and
 # dense means leaving the blocked layout and coming back: so much per channel, in dense weights' time.
@@ -32,11 +31,19 @@ ATTRIBUTES = (
 
 
 class PackedLayer(nn.Module):
-    """A layer that stores `values`, its active weights in flat order, beside their flat indices `index`.
+    """A layer that stores `values`, its active weights in flat order, and their flat indices `index`.
 
-    Gradients, momentum and every copy of the parameter then have the size of the active weights. The layer
-    takes a plain tensor or a `Blocked` activation and returns the same kind. Where the kernels are missing or
-    `dense` is set it computes with the dense weight instead; what it stores stays the same.
+    Gradients, momentum and every copy of the parameter then have the size of the active weights. The layer takes a
+    plain tensor or a `Blocked` activation and returns the same kind. If the kernels are missing or `dense` is set, it
+    computes with the dense weight; what it stores stays the same.
+
+    Args:
+        shape: Geometry of the layer.
+        weight: The dense weight.
+        bias: The bias, if any.
+        mask: Boolean mask of the active weights.
+        final: Number of active weights that a topology will end with; `None` if no topology has been planned.
+        memory: One bit for each weight that a topology remembers of the dense weight, such as its sign.
     """
 
     values: nn.Parameter
@@ -44,7 +51,15 @@ class PackedLayer(nn.Module):
     bias: nn.Parameter | None
     dims: ClassVar[int]
 
-    def __init__(self, shape: ConvShape, weight: Tensor, bias: Tensor | None, mask: Tensor) -> None:
+    def __init__(
+        self,
+        shape: ConvShape,
+        weight: Tensor,
+        bias: Tensor | None,
+        mask: Tensor,
+        final: int | None = None,
+        memory: Tensor | None = None,
+    ) -> None:
         super().__init__()
         if mask.shape != weight.shape or mask.dtype != torch.bool:
             raise UserError(
@@ -61,10 +76,9 @@ class PackedLayer(nn.Module):
         self.values = nn.Parameter(weight.detach().flatten()[index].clone())
         self.register_buffer("index", index.to(torch.int32))
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
-        self.final: int | None = None  # active weights that a topology will end with
-        self.memory: Tensor | None = None  # what a topology remembers of the dense weight
-        self.watcher: Watcher | None = None
-        self.uses = 0  # passes through the layer whose gradient the watcher has yet to see
+        self.final = final
+        self.memory = memory
+        self.probe: Tensor | None = None
         self._patterns: list[Pattern] = []
 
     @property
@@ -73,22 +87,34 @@ class PackedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, differentiable in `values`; its gradient is shown to the watcher.
-
-        A forward may read it instead of calling the layer, and growth must see the gradient of that use too.
-        """
+        """The dense weight, differentiable in `values` and in the probe if one is open."""
         flat = self.values.new_zeros(math.prod(self.weight_shape))
         weight = flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
-        if self._is_watched():
-            assert self.watcher is not None
-            weight.register_hook(self.watcher)
-        return weight
+        probe = self._active_probe()
+        return weight if probe is None else weight + probe
 
-    def _is_watched(self) -> bool:
-        """Whether the gradient of this use of the weights will be shown; counts the use."""
-        watched = self.watcher is not None and self.values.requires_grad and torch.is_grad_enabled()
-        self.uses += watched
-        return watched
+    # Gradients of inactive weights
+
+    def open_probe(self) -> None:
+        """Make the coming backward passes also compute the gradient of inactive weights.
+
+        The probe is a zero tensor in the shape of the weight that takes part in every forward pass as if it were added
+        to the weight. Autograd sums the gradient of all weights, active or not, in `probe.grad`, and leaves it alone in
+        `torch.autograd.grad` of other tensors.
+        """
+        self.probe = torch.zeros(()).expand(self.weight_shape).requires_grad_()
+
+    def close_probe(self) -> None:
+        """Compute the gradient of active weights only."""
+        self.probe = None
+
+    def _active_probe(self) -> Tensor | None:
+        """The probe if it takes part in this forward pass."""
+        if self.probe is None or not (self.values.requires_grad and torch.is_grad_enabled()):
+            return None
+        if is_cleared(self.values.grad):
+            self.probe.grad = None  # the step that it was recorded for was not taken
+        return self.probe
 
     @property
     def mask(self) -> Tensor:
@@ -142,8 +168,7 @@ class PackedLayer(nn.Module):
         if x.dims != self.dims:
             raise self._wrong_dims(x.plain_shape)
         self.check_values()
-        watcher = self.watcher if self._is_watched() else None
-        return functional.conv(x, self.values, self.bias, self.pattern, border, relu, watcher)
+        return functional.conv(x, self.values, self.bias, self.pattern, border, relu, self._active_probe())
 
     def _run_dense(self, x: Tensor | Blocked, border: Border, relu: bool) -> Tensor | Blocked:
         out = self.dense_forward(from_blocked(x) if isinstance(x, Blocked) else x)
@@ -178,7 +203,7 @@ class PackedLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_patterns": [], "watcher": None, "uses": 0}
+        return {**self.__dict__, "_patterns": [], "probe": None}
 
     def extra_repr(self) -> str:
         return f"{self.weight_shape}, density={self.density:.4g}, {self.how()}"
@@ -255,14 +280,17 @@ def _padding(layer: nn.Conv1d | nn.Conv2d) -> tuple[int, ...] | None:
     return cast("tuple[int, ...]", layer.padding)
 
 
-def packed(layer: nn.Module, mask: Tensor) -> PackedLayer | None:
-    """The packed form of a layer, frozen where the layer is; None where it has none.
+def packed(
+    layer: nn.Module, mask: Tensor, final: int | None = None, memory: Tensor | None = None
+) -> PackedLayer | None:
+    """The packed form of a layer, `None` if it has none. Frozen parameters stay frozen.
 
-    A forward may ask it for what it asked the layer, such as `in_features` or `kernel_size`.
+    The packed layer has the attributes of the layer, such as `in_features` or `kernel_size`. See `PackedLayer` for the
+    arguments.
     """
     if not is_packable(layer):
         return None
-    new = _packed(cast("nn.Linear | nn.Conv2d", layer), mask)
+    new = _packed(cast("nn.Linear | nn.Conv2d", layer), mask, final, memory)
     for name in ATTRIBUTES:
         if hasattr(layer, name):
             setattr(new, name, getattr(layer, name))
@@ -272,15 +300,16 @@ def packed(layer: nn.Module, mask: Tensor) -> PackedLayer | None:
     return new
 
 
-def _packed(layer: nn.Linear | nn.Conv2d, mask: Tensor) -> PackedLayer:
+def _packed(layer: nn.Linear | nn.Conv2d, mask: Tensor, final: int | None, memory: Tensor | None) -> PackedLayer:
     if isinstance(layer, nn.Linear):
-        return PackedLinear(ConvShape(layer.out_features, layer.in_features), layer.weight, layer.bias, mask)
+        shape = ConvShape(layer.out_features, layer.in_features)
+        return PackedLinear(shape, layer.weight, layer.bias, mask, final, memory)
     lead = (0, 0, 1) if isinstance(layer, nn.Conv1d) else ()
     kernel, stride, dilation = (_pair(v, lead[2:]) for v in (layer.kernel_size, layer.stride, layer.dilation))
     padding = _pair(cast(Sequence[int], _padding(layer)), lead[:1])
     shape = ConvShape(layer.out_channels, layer.in_channels, kernel, stride, padding, dilation, layer.groups)
     kind = PackedConv1d if isinstance(layer, nn.Conv1d) else PackedConv2d
-    return kind(shape, layer.weight, layer.bias, mask)
+    return kind(shape, layer.weight, layer.bias, mask, final, memory)
 
 
 def _pair(value: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:

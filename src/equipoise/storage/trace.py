@@ -1,4 +1,4 @@
-"""Tracing a model by torch.fx, where what is written down is what the model does in every mode and at every call."""
+"""Trace a model with torch.fx if one graph is the same function as its forward, in every mode and at every call."""
 
 from __future__ import annotations
 
@@ -13,68 +13,77 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch.fx.proxy import Attribute
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise.storage.aliasing import IN_PLACE, is_overwritten
 
 
-class _Symbol(fx.Proxy):
-    """torch's own takes `a += b` for `a = a + b`, which is something else where `a` has another name too."""
+class _Proxy(fx.Proxy):
+    """Records `a += b` as it is. torch's proxy records `a = a + b`, which differs if `a` has another name."""
 
     def __getattr__(self, name: str) -> Attribute:
-        return _Part(self, name)
+        return _Attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("tracer", "node", "root", "attr", "_node"):
-            raise TypeError(f"a graph cannot set .{name} of a tensor")
+            raise TypeError(f"a graph cannot set the attribute {name} of a tensor")
         super().__setattr__(name, value)
 
 
-class _Part(_Symbol, Attribute):
-    """An attribute of one, such as `a.data`."""
+class _Attribute(_Proxy, Attribute):
+    """An attribute of a proxy, such as `a.data`."""
 
 
 def _in_place(name: str) -> Callable[..., fx.Proxy]:
-    def write_down(self: fx.Proxy, *operands: Any) -> fx.Proxy:
+    def record(self: fx.Proxy, *operands: Any) -> fx.Proxy:
         return self.tracer.create_proxy("call_function", getattr(operator, name), (self, *operands), {})
 
-    return write_down
+    return record
 
 
 for _name in IN_PLACE:
-    setattr(_Symbol, f"__{_name}__", _in_place(_name))
+    setattr(_Proxy, f"__{_name}__", _in_place(_name))
 
 
 class Tracer(fx.Tracer):
-    """torch's, but what is changed in place is written down as such, and a change of torch's modes is not lost."""
+    """torch's tracer that also records in-place operators and refuses changes of torch's modes.
+
+    Args:
+        functions: Functions that are recorded as one call.
+    """
 
     def __init__(self, functions: tuple[Callable[..., Any], ...] = ()) -> None:
-        """functions: not to be looked into."""
         super().__init__(autowrap_functions=functions)
         self._modes = _modes()
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes:
-            raise RuntimeError("a graph has no place for no_grad and autocast")
+            raise RuntimeError("a graph cannot contain no_grad or autocast")
         return super().create_node(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Symbol(node, self)
+        return _Proxy(node, self)
 
 
 def _modes() -> tuple[bool, bool, torch.dtype]:
-    """What a `with` statement in a forward may change for the operations within."""
+    """Modes that a `with` statement in a forward may change for the operations within."""
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
 def faithful_graph(
     model: nn.Module, tracer: Callable[[], fx.Tracer], modes: tuple[bool, ...] = (True, False)
 ) -> fx.Graph | None:
-    """The graph of the model's forward; None where it has none, or none that holds for more than this one call.
+    """Return the graph of a model's forward; `None` if no graph is the same function at every call.
 
-    Tracing runs the forward once on symbols, and whatever Python decides on the way is decided for ever. So it is
-    traced in train and in eval mode, which must agree, and each time it must leave the world as it found it. Nor may
-    it change in place what it looks at again: the graph is for operations that each make a new value.
-    modes: those that the graph is for, where it is not for both; True is train mode.
+    Tracing runs the forward once on symbolic values, and the graph repeats every decision that Python took in that
+    run. The graphs of all modes must therefore agree, and tracing must neither draw random numbers nor change the
+    model. The forward must not read a value that it changed in place, because the blocked operations that replace the
+    graph's operations make new values.
+
+    Args:
+        model: The model; it is copied.
+        tracer: Returns a new tracer.
+        modes: Modes that the graph is for; `True` is train mode.
     """
     graphs = [_trace(model, tracer(), training) for training in modes]
     codes = {None if graph is None else graph.python_code("self").src for graph in graphs}
@@ -82,58 +91,63 @@ def faithful_graph(
 
 
 def _trace(model: nn.Module, tracer: fx.Tracer, training: bool) -> fx.Graph | None:
-    """A graph of a copy, so that neither modes nor what a forward leaves behind reach the model itself."""
+    """Trace a copy, so that neither modes nor side effects of the forward reach the model."""
     model = copy.deepcopy(model)
     for module in model.modules():
-        module.training = training  # not by train(), which a class may have made to do more
+        module.training = training  # a class may override `train()` to do more
     before = _state(model)
-    with _randomness() as drawn:
+    with _randomness() as drawn, _Writes() as writes:
         try:
             graph = tracer.trace(model)
-        except Exception:  # whatever a forward may raise on symbolic values: such a model is not traceable
+        except Exception:  # a forward may raise anything on symbolic values
             return None
-        if drawn():
+        if drawn() or writes.found:
             return None
-    return graph if _same(before, _state(model)) and not is_overwritten(graph, model) else None
+    after = _state(model)
+    unchanged = before.keys() == after.keys() and all(value is after[key] for key, value in before.items())
+    return graph if unchanged and not is_overwritten(graph, model) else None
 
 
-State = dict[tuple[str, str], tuple[Any, int]]
+class _Writes(TorchDispatchMode):
+    """Finds operations that write to a tensor while a forward is traced.
 
-
-def _state(model: nn.Module) -> State:
-    """Everything the modules hold, with the versions of tensors.
-
-    A tensor that a forward makes (such as the dense weight of a packed layer) is stored by the tracer as an attribute
-    of the model: it would stay what it was. A buffer that a forward changes in place is changed now and never again.
+    The graph contains the operations on symbolic values only. A write to a buffer would happen now and never again.
     """
-    state: State = {}
-    for name, module in model.named_modules():
-        held = {**vars(module), **module._parameters, **module._buffers, **module._modules}
-        for key, value in held.items():
-            state[name, key] = (value, value._version if isinstance(value, torch.Tensor) else 0)
-    return state
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func._schema.is_mutable
+        return func(*args, **(kwargs or {}))
 
 
-def _same(before: State, after: State) -> bool:
-    return before.keys() == after.keys() and all(
-        value is after[key][0] and version == after[key][1] for key, (value, version) in before.items()
-    )
+def _state(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Everything that the modules hold.
+
+    If a forward makes a tensor, such as the dense weight of a packed layer, the tracer stores it as an attribute of
+    the model, and the graph would use that value for ever.
+    """
+    return {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in {**vars(module), **module._parameters, **module._buffers, **module._modules}.items()
+    }
 
 
 @contextmanager
 def _randomness() -> Iterator[Callable[[], bool]]:
-    """Whether random numbers have been drawn within; afterwards they have not."""
-    torchs, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    """Yield a function that tells whether random numbers were drawn; restore the global generators on exit."""
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     before = _generators()
     try:
         yield lambda: _generators() != before
     finally:
-        torch.set_rng_state(torchs)
-        random.setstate(pythons)
-        np.random.set_state(numpys)  # noqa: NPY002
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 def _generators() -> tuple[Any, ...]:
-    """The states of the global generators, to compare."""
+    """States of the global generators, in a form that can be compared."""
     _, keys, *rest = np.random.get_state()  # noqa: NPY002
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *rest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from equipoise.config import split
 from equipoise.studies.results import rounded
-from equipoise.training.recipe import split
 
 OF_THE_MACHINE = ("device", "checkpoint")
 SAME_ESTIMATE = ("recompute", "replay")  # modes of a correction; available memory decides between them

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from equipoise import __version__
+from equipoise.config import split
 from equipoise.studies.results import VERSION
-from equipoise.training.recipe import split
 from equipoise.training.trainer import Trainer
 
 

@@ -83,7 +83,7 @@ def robust_scores(trainer: Trainer, attack: str, images: int) -> dict[str, dict[
     loader = parts.loaders["test"]
     count = min(images or loader.order.count, loader.order.count)
     found = {}
-    with closing(three_ways(parts.model, trainer.fresh_images, parts.average)) as scores:
+    with closing(three_ways(parts.model, trainer.recalibration_images, parts.ema)) as scores:
         for score in scores:
             result = judge.run(parts.model, first(count, loader.epoch(0), count), lambda _: signals.check())
             found[score] = {"clean": result.clean, "robust": result.robust, "images": result.images}
@@ -119,7 +119,7 @@ def robust_table(
     rows = []
     with (
         Bar(console=console, transient=True, disable=not console.is_terminal) as bar,
-        closing(three_ways(parts.model, trainer.fresh_images, parts.average)) as scores,
+        closing(three_ways(parts.model, trainer.recalibration_images, parts.ema)) as scores,
     ):
         for score in scores:
             task = bar.add_task(f"{attack}, {score}", total=count)

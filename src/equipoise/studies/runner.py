@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from equipoise.correction import NonFiniteLoss
 from equipoise.display.tables import percent
-from equipoise.errors import UserError, one_line
+from equipoise.errors import NonFiniteLoss, UserError, one_line
 from equipoise.studies.design import Design
 from equipoise.studies.launch import Failure, Launcher, here, jobs_on_device
 from equipoise.studies.reading import read_json
@@ -199,7 +198,7 @@ def _trainer(job: Job) -> Iterator[Trainer]:
 def _fresh(job: Job) -> Trainer:
     recipe = make_recipe(job.recipe)
     trainer = Trainer(recipe)
-    trainer.parts.correction.plan(len(trainer.parts.train)).check(trainer.parts.device)
+    trainer.parts.correction.estimate_cost(len(trainer.parts.train)).check(trainer.parts.device)
     trainer.folder = RunFolder.create(job.folder, trainer.raw, recipe.checkpoint.keep)
     trainer.folder.claim()
     return trainer
@@ -222,7 +221,7 @@ def _free(trainer: Trainer) -> None:
 
     Compiled kernels stay in the compiler's cache on disk, and measured convolutions in this process.
     """
-    if trainer.captured is not None:
+    if trainer.parts.engine.captures:
         torch.compiler.reset()  # else the next models count as recompilations, whose number is limited
     vars(trainer).clear()  # in case something still refers to the trainer
     gc.collect()

@@ -17,18 +17,23 @@ from equipoise.topology.schedule import Decay, Window, decay
 from equipoise.topology.selection import Selector, as_selectors
 
 if TYPE_CHECKING:
-    from equipoise.storage.layer import Layer
+    from equipoise.storage.sparse_weight import SparseWeight
     from equipoise.topology.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """Base of all: how sparse, where, and shared out how.
+    """Base of all topology algorithms.
 
-    sparsity: share of the chosen weights that is zero.
-    distribution: `erk` (default), `er`, `uniform`, `bsr`, or explicit densities by name pattern or in order.
-    include, exclude, dense_first, dense_last: which weights (see `equipoise.topology.selection.select`).
-    seed: of the initial mask and of random growth.
+    Args:
+        sparsity: Fraction of the chosen weights that is zero.
+        distribution: How the active weights are distributed over the layers: `erk`, `er`, `uniform`, `bsr`, or
+            explicit densities by name pattern or in layer order.
+        include: Name patterns and module types of the weights to make sparse; replaces the default types.
+        exclude: Name patterns and module types of weights that stay dense.
+        dense_first: Whether the first of these weights stays dense.
+        dense_last: Whether the last of these weights stays dense.
+        seed: Seed of the initial mask and of random growth.
     """
 
     sparsity: float = 0.9
@@ -39,7 +44,7 @@ class Algorithm:
     dense_last: bool = False
     seed: int = 0
 
-    # When the algorithm must see the gradient of inactive weights too.
+    # At which steps the algorithm needs the gradient of inactive weights.
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "never"
 
     def __post_init__(self) -> None:
@@ -50,16 +55,22 @@ class Algorithm:
             raise UserError(f"sparsity={self.sparsity}: the share of zero weights is in [0, 1), such as 0.9")
 
     def _check_numbers(self) -> None:
-        """A number in quotes would fail much later, and in words that say nothing."""
+        """Refuse a number in quotes here: later it would fail with an unclear message."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type in ("int", "float", int, float) and not isinstance(value, Real):
                 raise UserError(f"{field.name}={shown(value)}: expected a number")
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int | None = None) -> Topology:
-        """Make the model sparse and keep it so at every step of the optimizer.
+        """Make the model sparse and keep it sparse at every step of the optimizer.
 
-        total_steps: optimizer steps in all of training, which schedules are shares of.
+        Args:
+            model: The model. Its weights stay plain parameters with unchanged names.
+            optimizer: Its optimizer.
+            total_steps: Number of optimizer steps of the whole training; schedules are fractions of it.
+
+        Returns:
+            The topology, whose hooks are now installed.
         """
         from equipoise.topology.topology import Topology
 
@@ -72,31 +83,35 @@ class Algorithm:
         return active_counts(self.distribution, shapes, 1 - self.sparsity, model)
 
     def window(self, total_steps: int | None) -> Window | None:
-        """The update steps; None where the topology never changes."""
+        """The update steps; `None` if the topology has no update steps."""
         return None
-
-    def prepare(self, layer: Layer) -> None:
-        """Called once for each layer, before its inactive weights are set to zero."""
 
     def bits_to_remember(self, weight: Tensor) -> Tensor | None:
-        """One bit per place of a weight that is about to be packed, in bytes, where the algorithm needs them."""
+        """One bit for each element of a weight that is about to be packed, as bytes, if the algorithm needs it."""
         return None
 
-    def after_step(self, topology: Topology) -> None:
-        """Called after every optimizer step by algorithms that rewire all the time."""
+    def observe(self, layer: SparseWeight, scale: Tensor | None) -> None:
+        """Called before every optimizer step if `dense_gradient` is `always`.
 
-    def observe(self, layer: Layer) -> None:
-        """Called before every optimizer step by algorithms that watch the dense gradient always."""
+        Args:
+            layer: The weight, with the gradient of all its indices.
+            scale: Factor of the gradient that a fused optimizer has yet to divide by; `None` if there is none.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic(Algorithm):
-    """Base of the algorithms that drop and grow.
+    """Base of the algorithms that drop and grow weights at update steps.
 
-    every: steps between updates. begin, until: shares of training between which they happen.
-    drop_fraction: share of a layer's active weights exchanged per update, going to `drop_end` by `drop_decay`.
-    step_at_update: `take` the optimizer's step at update iterations (ITOP) or `skip` it (RigL).
-    regrow: whether a weight dropped in an update may be grown again in the same update.
+    Args:
+        every: Steps between updates.
+        begin: Fraction of the training after which updates begin.
+        until: Fraction of the training after which updates end.
+        drop_fraction: Fraction of a layer's active weights that the first update exchanges.
+        drop_end: The same fraction at the end of the updates.
+        drop_decay: How the fraction changes in between: `constant`, `linear` or `cosine`.
+        step_at_update: Whether to `take` the optimizer step at update steps (ITOP) or to `skip` it (RigL).
+        regrow: Whether a weight that an update dropped may be grown again by the same update.
     """
 
     every: int = 100
@@ -110,22 +125,12 @@ class Dynamic(Algorithm):
 
     itop_every: ClassVar[int] = 1500
 
-    # Whether the largest |gradient| of inactive weights are all that growth looks at: packed storage keeps no others.
-    grows_by_magnitude: ClassVar[bool] = False
-
-    @classmethod
-    def needs_largest_only(cls) -> bool:
-        """`grows_by_magnitude`, unless a class below the one that says so chooses weights in its own way."""
-        said = _definer(cls, "grows_by_magnitude")
-        choosing = ("choose", "growth_score", "drop", "drop_score")
-        return cls.grows_by_magnitude and all(issubclass(said, _definer(cls, name)) for name in choosing)
-
     @classmethod
     def itop(cls, **options: Any) -> Self:
-        """In-time over-parameterisation (Liu et al. 2021): long intervals, never stopping.
+        """The algorithm with ITOP's schedule (in-time over-parameterisation, Liu et al. 2021).
 
-        every 1,500 iterations (RigL: 4,000), until the end, drop fraction 0.5 -> 0.005 by cosine (where the
-        algorithm exchanges weights at all: GMP does not), the step is taken, a just-dropped weight may be regrown.
+        Updates every 1,500 steps (RigL: 4,000) until the end; drop fraction 0.5 -> 0.005 by cosine, unless the
+        algorithm exchanges no weights (GMP); the step is taken; a dropped weight may be regrown.
         """
         long: Mapping[str, Any] = {"every": cls.itop_every, "until": 1.0, "step_at_update": "take", "regrow": True}
         exchange = {"drop_fraction": 0.5, "drop_end": 0.005, "drop_decay": "cosine"} if cls.drop_fraction else {}
@@ -135,7 +140,7 @@ class Dynamic(Algorithm):
         super().__post_init__()
         for name, fraction in (("drop_fraction", self.drop_fraction), ("drop_end", self.drop_end)):
             if not 0 <= fraction <= 1:
-                raise UserError(f"{name}={fraction}: a share of the active weights, between 0 and 1")
+                raise UserError(f"{name}={fraction}: a fraction of the active weights, between 0 and 1")
         decay(self.drop_decay, 0.0, 0.0, 0.0)
         if self.step_at_update not in ("take", "skip"):
             raise UserError(f'step_at_update="{self.step_at_update}": it is "take" or "skip"')
@@ -147,14 +152,14 @@ class Dynamic(Algorithm):
             raise UserError(f"{name} needs total_steps, the optimizer steps of the whole training, in attach()")
         return Window(self.every, self.begin, self.until, total_steps)
 
-    def target(self, layer: Layer, completion: float) -> int:
-        """The active weights the layer shall have after this update."""
+    def target(self, layer: SparseWeight, completion: float) -> int:
+        """Number of active weights of the layer after this update."""
         return layer.active
 
     def choose(
-        self, layer: Layer, window: Window, step: int, generator: torch.Generator
+        self, layer: SparseWeight, window: Window, step: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor] | None:
-        """The flat places to drop and to grow at an update step; None where the layer stays as it is."""
+        """Flat indices to drop and to grow at an update step; `None` if the layer does not change."""
         target = self.target(layer, window.completion(step))
         swap = self._swap(layer, target, window.progress(step))
         count = layer.active - target + swap
@@ -165,28 +170,19 @@ class Dynamic(Algorithm):
             return dropped, dropped[:0]
         return dropped, layer.highest(self.growth_score(layer, generator), swap, dropped, self.regrow)
 
-    def most_grown(self, layer: Layer, window: Window, step: int) -> int:
-        """How many places the layer will grow at an update step, or a few more."""
-        return self._swap(layer, self.target(layer, window.completion(step)), window.progress(step))
-
-    def _swap(self, layer: Layer, target: int, progress: float) -> int:
+    def _swap(self, layer: SparseWeight, target: int, progress: float) -> int:
         if target == layer.size:
             return 0
         wanted = round(decay(self.drop_decay, self.drop_fraction, self.drop_end, progress) * target)
         return wanted if self.regrow else min(wanted, layer.size - layer.active)
 
-    def drop(self, layer: Layer, count: int) -> Tensor:
+    def drop(self, layer: SparseWeight, count: int) -> Tensor:
         return layer.lowest(self.drop_score(layer), count)
 
-    def drop_score(self, layer: Layer) -> Tensor:
-        """The lowest are dropped; magnitude unless an algorithm says otherwise."""
+    def drop_score(self, layer: SparseWeight) -> Tensor:
+        """Score of each weight; the lowest are dropped. The magnitude by default."""
         return layer.weight.abs()
 
-    def growth_score(self, layer: Layer, generator: torch.Generator) -> Tensor:
-        """The highest of the inactive are grown; random unless an algorithm says otherwise."""
+    def growth_score(self, layer: SparseWeight, generator: torch.Generator) -> Tensor:
+        """Score of each weight; the highest of the inactive ones are grown. Random by default."""
         return torch.rand(layer.size, generator=generator, device=layer.parameter.device)
-
-
-def _definer(cls: type, name: str) -> type:
-    """The class that a class has an attribute from."""
-    return next(base for base in cls.__mro__ if name in vars(base))

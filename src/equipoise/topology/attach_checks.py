@@ -1,4 +1,4 @@
-"""What a topology refuses, or warns about, when it is attached and when a state is loaded."""
+"""Checks when a topology is attached and when its state is loaded."""
 
 from __future__ import annotations
 
@@ -12,21 +12,30 @@ from torch import nn
 from equipoise.errors import UserError
 from equipoise.topology.algorithm import Algorithm, Dynamic
 from equipoise.topology.bsr import BSRNet
+from equipoise.world import ALONE, World
 
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology
 
 
-def check_attaching(topology: Topology, owners: Mapping[nn.Parameter, ReferenceType[Topology]]) -> None:
-    """Refuse what cannot be attached, before any weight is touched. owners: of weights that are sparse already."""
+def check_attaching(
+    topology: Topology, model: nn.Module, owners: Mapping[nn.Parameter, ReferenceType[Topology]]
+) -> None:
+    """Refuse what cannot be attached, before any weight is changed.
+
+    Args:
+        topology: The topology to attach.
+        model: Its model.
+        owners: Topologies of weights that are already sparse.
+    """
     _check_free(topology, owners)
     _check_optimizer(topology)
-    _check_wrapper(topology)
+    _check_wrapper(topology, model)
     _check_window(topology)
 
 
 def _check_free(topology: Topology, owners: Mapping[nn.Parameter, ReferenceType[Topology]]) -> None:
-    """Two topologies would each set to zero what the other has grown."""
+    """Refuse a second topology: each would set to zero what the other has grown."""
     for layer in topology.layers:
         owner = owners[layer.parameter]() if layer.parameter in owners else None
         if owner is not None and owner.attached:
@@ -37,17 +46,17 @@ def _check_free(topology: Topology, owners: Mapping[nn.Parameter, ReferenceType[
 
 
 def _check_optimizer(topology: Topology) -> None:
-    """A weight that another optimizer moves would come back after it was dropped."""
+    """Refuse a weight of another optimizer, which would revive it after it was dropped."""
     known = {id(p) for group in topology.optimizer.param_groups for p in group["params"]}
     for layer in topology.layers:
-        if id(layer.parameter) not in known:
+        if id(layer.stepped) not in known:
             raise UserError(f'the optimizer does not have "{layer.name}"; give it the weight or exclude it')
 
 
-def _check_wrapper(topology: Topology) -> None:
-    """DistributedDataParallel remembers how long every parameter is."""
+def _check_wrapper(topology: Topology, model: nn.Module) -> None:
+    """Refuse packed weights in DistributedDataParallel, which does not follow their length."""
     changes = topology.window is not None or isinstance(topology.algorithm, BSRNet)
-    if changes and not topology.world.alone and topology.storage == "packed":
+    if changes and World.of(model) is not ALONE and topology.storage == "packed":
         raise UserError(
             "packed weights change their length, which DistributedDataParallel does not follow; "
             "use masked storage, or `torchrun -m equipoise train`, which needs no wrapper"
@@ -60,42 +69,40 @@ def _check_window(topology: Topology) -> None:
         warnings.warn(
             f"every={window.every}: no update falls inside the window of total_steps={window.total}, "
             "so the topology will never change; choose a smaller `every` or train longer",
-            stacklevel=5,  # whoever called attach()
+            stacklevel=5,  # the caller of attach()
         )
 
 
-def check_state(topology: Topology, state: Mapping[str, Any]) -> None:
-    """Refuse a wrong state before anything is changed."""
-    if missing := set(topology.state_dict()) - set(state):
-        raise UserError(f'this is no state of a topology: it has no "{min(missing)}"')
+def check_state(topology: Topology, state: Mapping[str, Any]) -> dict[str, int]:
+    """Refuse a wrong state before anything is changed; return the active weights of each layer."""
+    if missing := {"algorithm", "steps", "updates", "layers", "memory"} - set(state):
+        raise UserError(f'this is not the state of a topology: it has no "{min(missing)}"')
     kind = type(topology.algorithm).__name__
     if state["algorithm"] != kind:
         raise UserError(f"the state is of {state['algorithm']}, this topology is {kind}")
-    if differing := set(state["places"]) ^ {layer.name for layer in topology.layers}:
+    if differing := set(state["layers"]) ^ {layer.name for layer in topology.layers}:
         raise UserError(f'the state has other sparse weights than the model, such as "{min(differing)}"')
-    for layer in topology.layers:
-        layer.check(state["places"][layer.name])
+    counts = {layer.name: layer.check_state(state["layers"][layer.name]) for layer in topology.layers}
     if _keeps_counts(topology):
-        _check_counts(topology, state)
+        _check_counts(topology, counts)
+    return counts
 
 
 def _keeps_counts(topology: Topology) -> bool:
     """Whether every layer has the same number of active weights from the first step to the last."""
     kind = type(topology.algorithm)
     if issubclass(kind, Dynamic):
-        own = kind.target is Dynamic.target and kind.choose is Dynamic.choose
+        steady = kind.target is Dynamic.target and kind.choose is Dynamic.choose
     else:
-        own = kind.window is Algorithm.window
-    steady = own and kind.after_step is Algorithm.after_step
+        steady = kind.window is Algorithm.window and not issubclass(kind, BSRNet)
     return steady and all(layer.initial == layer.final for layer in topology.layers)
 
 
-def _check_counts(topology: Topology, state: Mapping[str, Any]) -> None:
-    """A state of another sparsity would make this one's numbers untrue."""
+def _check_counts(topology: Topology, counts: Mapping[str, int]) -> None:
+    """Refuse a state of another sparsity."""
     for layer in topology.layers:
-        there = layer.saved_active(state["places"][layer.name])
-        if there != layer.final:
+        if counts[layer.name] != layer.final:
             raise UserError(
-                f'the state has {there} active weights in "{layer.name}", this topology {layer.final}: '
+                f'the state has {counts[layer.name]} active weights in "{layer.name}", this topology {layer.final}: '
                 "attach with the sparsity and distribution of the run that was saved"
             )

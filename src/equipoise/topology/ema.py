@@ -1,4 +1,4 @@
-"""A running average of the weights that keeps to the current topology."""
+"""An exponential moving average of the weights that follows the topology."""
 
 from __future__ import annotations
 
@@ -10,69 +10,99 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.topology import Topology
-from equipoise.topology.topology import FOLLOWERS
+from equipoise.storage.flat import FlatParameters
+from equipoise.topology.topology import Topology
 
 
 class EMA:
-    """Exponential moving average of all parameters, θ̄ ← d·θ̄ + (1-d)·θ, which follows the topology.
+    """Exponential moving average of all parameters that follows the topology: θ̄ ← d·θ̄ + (1-d)·θ.
 
-        average = equipoise.EMA(model, topology=topology)  # 0.995
+        ema = eq.EMA(model, topology=topology)
         ...
         optimizer.step()
-        average.update()
+        ema.update()
         ...
-        with average.applied(), torch.no_grad():  # BatchNorm: torch.optim.swa_utils.update_bn(loader, model) in here
+        with ema.applied(), torch.no_grad():  # BatchNorm: torch.optim.swa_utils.update_bn(loader, model) in here
             evaluate(model)
 
-    The decay starts low and rises to `decay` ((1+t)/(10+t) until then), so that the random initial weights do not
-    linger. When the topology changes, the average is projected on it: what was dropped is zero at once, and what was
-    grown begins anew, also where one update dropped and regrew it. In packed storage its values move with their
-    places, which torch's AveragedModel does not do. It may be made before the topology is attached, or after.
+    The decay rises to `decay` as (1+t)/(10+t), so that the random initial weights are soon forgotten. When the topology
+    changes, the average of a dropped weight becomes zero and that of a grown weight starts at zero, also if one update
+    drops and regrows it. In packed storage the values move with their indices, which torch's AveragedModel does not do.
+
+    Args:
+        model: The model.
+        decay: Decay d, such as 0.995.
+        topology: The topology of the model; found from the model by default. If it is attached later, call `follow`.
+        flat: The layout of the parameters if they are views of flat.stretches.
     """
 
-    def __init__(self, model: nn.Module, decay: float = 0.995, topology: Topology | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.995,
+        topology: Topology | None = None,
+        flat: FlatParameters | None = None,
+    ) -> None:
         if not 0 < decay < 1:
-            raise UserError(f"average={decay}: the decay of the weight average is in (0, 1), such as 0.995")
+            raise UserError(f"ema={decay}: the decay of the weight average is in (0, 1), such as 0.995")
         self.decay = decay
         self.steps = 0
-        self._topology = topology
+        self.topology: Topology | None = None
         self._model = model
         self.parameters = dict(model.named_parameters())
-        self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self._follow()
+        self._stepped = list(self.parameters.values()) if flat is None else flat.stretches
+        self._averages = [tensor.detach().clone() for tensor in self._stepped]
+        self._rate = torch.zeros((), dtype=torch.float64, device=self._stepped[0].device)  # 1 - d
+        self.values = {
+            name: self._average(p) if flat is None else flat.view(p, self._average(flat.stretch_of(p)))
+            for name, p in self.parameters.items()
+        }
+        found = Topology.of(model) if topology is None else topology
+        if found is not None:
+            self.follow(found)
 
-    def _follow(self) -> None:
-        """Let topologies, of now or to come, move and clear the average with the weights."""
-        self._names = {id(p): name for name, p in self.parameters.items()}
-        FOLLOWERS.add(self)
+    def _average(self, stepped: nn.Parameter) -> Tensor:
+        found = self.tensor_of(stepped)
+        assert found is not None
+        return found
+
+    def tensor_of(self, stepped: nn.Parameter) -> Tensor | None:
+        """The average of a tensor that the optimizer steps."""
+        pairs = zip(self._stepped, self._averages, strict=True)
+        return next((average for tensor, average in pairs if tensor is stepped), None)
+
+    def follow(self, topology: Topology) -> None:
+        """Let a topology change the average together with the weights."""
+        self.topology = topology
+        topology.follow(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy follows its own parameters."""
+        """A copy follows the copied topology."""
         self.__dict__.update(state)
-        self._follow()
+        if self.topology is not None:
+            self.follow(self.topology)
 
-    @property
-    def topology(self) -> Topology | None:
-        """The one that was given, or whichever is attached to the model now."""
-        return Topology.of(self._model) if self._topology is None else self._topology
+    def update(self) -> None:
+        """Take the current weights into the average."""
+        if self.topology is not Topology.of(self._model) is not None:
+            raise UserError("a topology was attached after the average was made; call ema.follow(topology)")
+        self.count_step()
+        self.blend()
 
-    @property
-    def next_decay(self) -> float:
-        """d of the coming update."""
-        return min(self.decay, (2 + self.steps) / (11 + self.steps))
+    def count_step(self) -> None:
+        """Count an update and set its decay."""
+        self.steps += 1
+        self._rate.fill_(1 - min(self.decay, (1 + self.steps) / (10 + self.steps)))
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take the weights of now into the average."""
-        torch._foreach_lerp_(list(self.values.values()), list(self.parameters.values()), 1 - self.next_decay)
-        self.steps += 1
-        if (topology := self.topology) is not None:
-            topology.project(self.values)
+    def blend(self) -> None:
+        """Move the average towards the weights by the current rate; a CUDA graph can replay this."""
+        for average, tensor in zip(self._averages, self._stepped, strict=True):
+            average.lerp_(tensor.detach(), self._rate.to(average))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model with the average in place of its weights; those, and its buffers, come back afterwards."""
+        """Run the model with the averaged weights; its weights and buffers are restored afterwards."""
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         try:
             with weights_of(self._model, self.values):
@@ -89,18 +119,13 @@ class EMA:
         for name, value in self.values.items():
             if (saved := state["values"][name]).shape == value.shape:
                 value.copy_(saved)
-            else:  # packed weights may have been more or fewer
+            else:  # the number of packed weights may differ
                 value.data = saved.to(value, copy=True)
-
-    def value_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The average of one parameter, which a topology changes together with its places."""
-        name = self._names.get(id(parameter))
-        return None if name is None else self.values[name]
 
 
 @contextmanager
 def weights_of(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run the model with other weights; its own come back afterwards, untouched."""
+    """Run the model with other weights; its own are restored afterwards."""
     own = {name: p.data for name, p in model.named_parameters()}
     try:
         for name, p in model.named_parameters():

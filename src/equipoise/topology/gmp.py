@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from equipoise.errors import UserError
-from equipoise.storage.layer import Layer
+from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Dynamic
 from equipoise.topology.distribution import Shapes, active_counts
 from equipoise.topology.schedule import Window
@@ -47,7 +47,7 @@ class GMP(Dynamic):
             )
         return window
 
-    def target(self, layer: Layer, completion: float) -> int:
+    def target(self, layer: SparseWeight, completion: float) -> int:
         """The cubic from the layer's initial count to its final one, never growing."""
         left = (layer.initial - layer.final) * (1 - min(completion, 1.0)) ** 3
         return min(layer.active, layer.final + round(left))

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from equipoise.storage.layer import Layer
+from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.gmp import GMP
 
 
@@ -24,8 +24,7 @@ class GraNet(GMP):
     drop_fraction: float = 0.5
 
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "at updates"
-    grows_by_magnitude: ClassVar[bool] = True
 
-    def growth_score(self, layer: Layer, generator: torch.Generator) -> Tensor:
+    def growth_score(self, layer: SparseWeight, generator: torch.Generator) -> Tensor:
         """|∂loss/∂w|; random for a weight that took no part in the loss."""
         return super().growth_score(layer, generator) if layer.gradient is None else layer.gradient.abs()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from equipoise.errors import UserError
-from equipoise.storage.layer import Layer
+from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Dynamic
 
 
@@ -26,6 +26,6 @@ class MEST(Dynamic):
         if self.gradient_weight < 0:
             raise UserError(f"gradient_weight={self.gradient_weight}: λ of |w| + λ|g| is not negative")
 
-    def drop_score(self, layer: Layer) -> Tensor:
+    def drop_score(self, layer: SparseWeight) -> Tensor:
         score = layer.weight.abs()
         return score if layer.gradient is None else score + self.gradient_weight * layer.gradient.abs()

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.storage.layer import Layer
 from equipoise.storage.pack import pack_layer, pack_masks, tied_parameters, traced_or_same
 from equipoise.storage.packed import PackedWeight
 from equipoise.storage.packed_modules import PackedLayer, is_packable
+from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.distribution import active_counts
 from equipoise.topology.initial import plan_layers
@@ -23,44 +23,47 @@ if TYPE_CHECKING:
 
 
 def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) -> nn.Module:
-    """A copy of `model` whose sparse layers hold only their active weights; the same function.
+    """A copy of a model that computes the same function and holds only its active weights.
 
-    `what` says which weights are active: masks by parameter name ("features.0.weight"), an attached topology, or an
-    algorithm such as `SET(sparsity=0.99)`. With an algorithm the copy begins with the mask that attaching it to
-    `model` would give, and trains in packed storage once the algorithm is attached to it:
+    To train in packed storage, pack and attach the same algorithm:
 
-        model = equipoise.storage.pack(model, SET(sparsity=0.99))
+        model = eq.sparse.pack(model, eq.SET(sparsity=0.99))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        topology = SET(sparsity=0.99).attach(model, optimizer, total_steps)
+        topology = eq.SET(sparsity=0.99).attach(model, optimizer, total_steps)
 
-    A model that torch.fx can trace keeps its activations in the blocked layout from layer to layer; any other runs
-    with conversions around each packed layer. Not traced either is a model whose forward does in Python what tracing
-    would write down once and for all, or not at all: look at `self.training`, draw random numbers, read a packed
-    weight, set attributes, use `torch.no_grad`; or one that changes a tensor in place and then uses it by its old
-    name. `unpack` is the way back.
+    A model that torch.fx can trace keeps its activations in the blocked layout from layer to layer. Any other model
+    runs with conversions around each packed layer. A model is not traced if its forward makes decisions in Python that
+    tracing would freeze or lose: it looks at `self.training`, draws random numbers, reads a packed weight, sets
+    attributes, uses `torch.no_grad`, or changes a tensor in place and then uses it by its old name.
 
-    What does not survive: a traced model is an `fx.GraphModule` with the forward of the class but none of its other
-    methods, and hooks on packed layers and on the norms after them are gone. The weight of a packed layer is a vector
-    called `values`; an optimizer that leaves vectors out of weight decay by `ndim` must go by name instead. Frozen
-    weights stay frozen. Tied weights cannot be packed.
+    A traced model is an `fx.GraphModule` with the forward of the class and none of its other methods; hooks on packed
+    layers and on the norms after them are lost. The weight of a packed layer is a vector called `values`, so an
+    optimizer that excludes vectors from weight decay by `ndim` must go by name. Frozen weights stay frozen. Tied
+    weights cannot be packed. `unpack` reverses packing.
+
+    Args:
+        model: The model; it is copied.
+        what: The active weights: masks by parameter name ("features.0.weight"), an attached topology, or an algorithm,
+            whose initial mask is used.
     """
     if isinstance(what, Mapping):
         return pack_masks(model, what)
-    plan = plan_layers(what, model) if isinstance(what, Algorithm) else []  # what it refuses may not be copied
-    model = copy.deepcopy(model)
     if isinstance(what, Algorithm):
+        plan = plan_layers(what, model)  # before the copy: what it refuses may not be copyable
+        model = copy.deepcopy(model)
         for planned in plan:
             mask = torch.zeros(planned.weight.numel(), dtype=torch.bool).index_fill_(0, planned.active, True)
-            layer = pack_layer(model, planned.name, mask.view(planned.weight.shape))
-            layer.final, layer.memory = planned.final, what.bits_to_remember(planned.weight.detach())
+            memory = what.bits_to_remember(planned.weight.detach())
+            pack_layer(model, planned.name, mask.view(planned.weight.shape), planned.final, memory)
     else:
-        for name, mask in what.masks.items():
-            pack_layer(model, name, mask).final = next(layer.final for layer in what.layers if layer.name == name)
+        model = copy.deepcopy(model)
+        for layer in what.layers:
+            pack_layer(model, layer.name, layer.mask(), layer.final)
     return traced_or_same(model)
 
 
 def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:
-    """What keeps a model from being packed; None where nothing does."""
+    """Why a model cannot be packed; `None` if it can."""
     for planned in plan_layers(algorithm, model):
         path, _, leaf = planned.name.rpartition(".")
         layer = model.get_submodule(path)
@@ -73,29 +76,27 @@ def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:
     return None
 
 
-def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[Layer]:
-    """The layers of a model that `equipoise.storage.pack` has packed; none where it has not."""
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, PackedLayer)}
+def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[SparseWeight]:
+    """The packed weights of a model; an empty list if it is not packed."""
+    modules = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, PackedLayer)}
     if not modules or algorithm.sparsity == 0:
         return []
     if getattr(algorithm, "growth", "batch") == "corrected":
         raise UserError('growth="corrected" needs old gradients of inactive weights: use masked storage')
-    names = {name: f"{name}.weight" for name in modules}
-    missing = {name for name, module in modules.items() if module.final is None}
-    shapes = {names[name]: module.weight_shape for name, module in modules.items()}
-    counts = active_counts(algorithm.distribution, shapes, 1 - algorithm.sparsity, model) if missing else {}
-    if not missing:
-        _check_counts(algorithm, {names[name]: module for name, module in modules.items()}, model)
-    layers: list[Layer] = []
-    for name, module in modules.items():
-        final = counts[names[name]] if module.final is None else module.final
-        layers.append(PackedWeight(names[name], module, final))
-        algorithm.prepare(layers[-1])
-    return layers
+    if any(module.final is None for module in modules.values()):
+        shapes = {name: module.weight_shape for name, module in modules.items()}
+        counts = active_counts(algorithm.distribution, shapes, 1 - algorithm.sparsity, model)
+    else:
+        _check_counts(algorithm, modules, model)
+        counts = {}
+    return [
+        PackedWeight(name, module, counts[name] if module.final is None else module.final)
+        for name, module in modules.items()
+    ]
 
 
 def _check_counts(algorithm: Algorithm, modules: Mapping[str, PackedLayer], model: nn.Module) -> None:
-    """Refuse an algorithm that would end with other counts than the one the model was packed for."""
+    """Refuse an algorithm that ends with other counts than the one the model was packed for."""
     if algorithm.distribution == "bsr" and getattr(model, "bsr_densities", None) is None:
         return  # a traced model has lost the table that these counts come from
     wanted = algorithm.final_counts({name: module.weight_shape for name, module in modules.items()}, model)

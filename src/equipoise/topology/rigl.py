@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import UserError
-from equipoise.storage.layer import Layer
+from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Dynamic
 
 
@@ -29,13 +29,12 @@ class RigL(Dynamic):
 
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "at updates"
     itop_every: ClassVar[int] = 4000
-    grows_by_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.growth not in ("batch", "corrected"):
             raise UserError(f'growth="{self.growth}": it is "batch" or "corrected"')
 
-    def growth_score(self, layer: Layer, generator: torch.Generator) -> Tensor:
+    def growth_score(self, layer: SparseWeight, generator: torch.Generator) -> Tensor:
         """|∂loss/∂w|; random for a weight that took no part in the loss."""
         return super().growth_score(layer, generator) if layer.gradient is None else layer.gradient.abs()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import UserError
-from equipoise.storage.layer import Layer
+from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Dynamic
 from equipoise.topology.schedule import Decay
 
@@ -31,13 +31,13 @@ class SET(Dynamic):
         if self.criterion not in ("magnitude", "signed"):
             raise UserError(f'criterion="{self.criterion}": it is "magnitude" or "signed"')
 
-    def drop(self, layer: Layer, count: int) -> Tensor:
+    def drop(self, layer: SparseWeight, count: int) -> Tensor:
         if self.criterion == "magnitude" or count == 0:
             return super().drop(layer, count)
         return _drop_by_sign(layer, count)
 
 
-def _drop_by_sign(layer: Layer, count: int) -> Tensor:
+def _drop_by_sign(layer: SparseWeight, count: int) -> Tensor:
     """The weights nearest to zero on either side, each side giving its share of `count`.
 
     The number of positive weights stays on the device: both sides offer `count` places in order, and which

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import UserError
-from equipoise.storage.layer import Layer
+from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Dynamic
 
 
@@ -17,9 +17,12 @@ from equipoise.topology.algorithm import Dynamic
 class SNFS(Dynamic):
     """SNFS (Dettmers & Zettlemoyer 2019): drop the smallest weights, grow where the smoothed gradient is largest.
 
-    The momentum m ← μ·m + (1-μ)·g of all places is kept here and not read from the optimizer, so that it works
-    with any optimizer; it costs one dense copy. Counts per layer stay fixed (no redistribution between layers).
-    momentum: μ = 0.9. Defaults of the paper: drop fraction 0.5, by cosine to 0.
+    The momentum m ← μ·m + (1-μ)·g of all weights is kept here and not read from the optimizer, so that any optimizer
+    works. It costs one dense copy. Counts per layer stay fixed: there is no redistribution between layers. The paper's
+    defaults: drop fraction 0.5, by cosine to 0.
+
+    Args:
+        momentum: μ.
     """
 
     until: float = 1.0
@@ -33,16 +36,16 @@ class SNFS(Dynamic):
         if not 0 <= self.momentum < 1:
             raise UserError(f"momentum={self.momentum}: in [0, 1), such as 0.9")
 
-    def observe(self, layer: Layer) -> None:
+    def observe(self, layer: SparseWeight, scale: Tensor | None) -> None:
         gradient = layer.gradient
         if gradient is None:
             return
-        if layer.loss_scale is not None:  # it changes on the way, and what is remembered would not
-            gradient = gradient / layer.loss_scale.to(gradient)
+        if scale is not None:  # the loss scale changes during training, the momentum must not
+            gradient = gradient / scale.to(gradient)
         memory = torch.zeros_like(gradient) if layer.memory is None else layer.memory.to(gradient)
-        # A fused optimizer under AMP steps on an overflow too; one infinity would stay for ever.
+        # The hooks of a fused optimizer also run on an overflow; an infinity would stay in the momentum.
         layer.memory = memory.lerp_(gradient.nan_to_num(0, 0, 0), 1 - self.momentum)
 
-    def growth_score(self, layer: Layer, generator: torch.Generator) -> Tensor:
+    def growth_score(self, layer: SparseWeight, generator: torch.Generator) -> Tensor:
         """|m|; random for a weight that never took part in the loss."""
         return super().growth_score(layer, generator) if layer.memory is None else layer.memory.abs()

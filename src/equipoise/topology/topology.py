@@ -1,13 +1,11 @@
-"""A topology at work: masks on a model, kept by the hooks of its optimizer."""
+"""A topology at work: the masks of a model, kept at every step of its optimizer."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,38 +14,51 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from equipoise.errors import UserError
 from equipoise.seeds import derive
-from equipoise.storage.layer import Layer
-from equipoise.storage.masked import MaskedLayer
+from equipoise.storage.flat import FlatParameters
+from equipoise.storage.masked import MaskedTensor, MaskedWeight
+from equipoise.storage.packed import PackedWeight
+from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
 from equipoise.topology.attach_checks import check_attaching, check_state
+from equipoise.topology.bsr import BSRNet
+from equipoise.topology.hooks import Hooks
 from equipoise.topology.initial import plan_layers
+from equipoise.topology.optimizer_state import restart_lbfgs, start_rprop
 from equipoise.topology.packing import packed_weights
+from equipoise.topology.rewiring import Compile, MaskedRewiring, PackedRewiring, Rewiring
 from equipoise.topology.selection import unwrap
 from equipoise.world import World
 
-OWNERS = WeakIdKeyDictionary()  # sparse weight -> weak reference to its topology
+# Sparse weight -> weak reference to its topology: a second topology on the same weight is refused.
+_OWNERS = WeakIdKeyDictionary()
 
 
 class Follower(Protocol):
-    """Whoever keeps one number per weight beside the optimizer, such as a weight average."""
+    """Keeps one number for each weight outside the optimizer, such as a weight average."""
 
-    def value_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The tensor shaped like a parameter that goes with it; None where it is no parameter of this model."""
+    def tensor_of(self, stepped: nn.Parameter) -> Tensor | None:
+        """The tensor that follows one that the optimizer steps; `None` if there is none."""
         ...
 
 
-# All of them, and not in a topology: a follower may be made before there is one
-FOLLOWERS: weakref.WeakSet[Follower] = weakref.WeakSet()
-
-
 class Topology:
-    """Which weights of one model exist, from the first step to the last.
+    """The set of active weights of one model, from the first step to the last.
 
-    Made by `Algorithm.attach`. Weights stay plain parameters with unchanged `state_dict` keys. Three kinds of hooks
-    do the work and nothing is patched: after a backward pass the gradient of inactive weights is zeroed (so
-    clipping, momentum and every optimizer see the sparse gradient), before an optimizer step a dense gradient that
-    the algorithm asked for is put aside, and after the step inactive weights are set to exactly zero and, where the
-    schedule says so, some are dropped and others grown.
+    Made by `Algorithm.attach`. Weights stay plain parameters with unchanged `state_dict` keys. After a backward pass
+    the gradient of inactive weights is zero, so that clipping, momentum and every optimizer see the sparse gradient.
+    After an optimizer step inactive weights are exactly zero and, at update steps, some weights are dropped and others
+    grown. Hooks on the weights and on the optimizer do this; nothing is patched.
+
+    Args:
+        algorithm: Chooses the weights.
+        model: The model.
+        optimizer: Its optimizer.
+        total_steps: Number of optimizer steps of the whole training.
+        flat: The layout of the parameters if the optimizer steps flat.stretches.
+        world: The processes that train the model together; found from the model by default.
+        compile: Applied to functions that run on the device at every step.
+        hooks: Whether to install hooks. Without them, the loop calls `take_gradients`, `before_step`, `after_step` and
+            `count_step` itself.
     """
 
     def __init__(
@@ -56,71 +67,90 @@ class Topology:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         total_steps: int | None = None,
+        *,
+        flat: FlatParameters | None = None,
+        world: World | None = None,
+        compile: Compile = lambda function: function,
+        hooks: bool = True,
     ) -> None:
         self.algorithm = algorithm
         self.optimizer = optimizer
         self.window = algorithm.window(total_steps)
         self.steps = 0
         self.updates = 0
-        self.world = World.of(model)  # the processes that train the model together
-        self.layers = _make_layers(algorithm, unwrap(model))
+        self.world = World.of(model) if world is None else world
+        self.layers = _sparse_weights(algorithm, unwrap(model), flat)
+        masked = {id(la.masked): la.masked for la in self.layers if isinstance(la, MaskedWeight) and la.masked.shared}
+        self._vectors = list(masked.values())  # tensors of several weights that are masked at once
         self._skipped: list[tuple[nn.Parameter, Tensor]] = []
-        self._handles: list[Any] = []
-        self._passes = 0  # backward passes of the step so far, where a packed layer must know
-        self._one_pass = False  # whether the step before is known to have had one
-        check_attaching(self, OWNERS)
-        self._first_apply()
-        self._install()
+        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self._hooks: Hooks | None = None
+        check_attaching(self, model, _OWNERS)
+        self._nonzeros = {layer.name: int(torch.count_nonzero(layer.parameter)) for layer in self.layers}
+        self._rewiring = self._make_rewiring(flat, compile)
+        self.apply()
+        for layer in self.layers:
+            _OWNERS[layer.parameter] = weakref.ref(self)
+        self._record_growth()
+        self.seed()
+        if hooks:
+            self._hooks = Hooks(self)
+
+    def _make_rewiring(self, flat: FlatParameters | None, compile: Compile) -> Rewiring | None:
+        if not isinstance(self.algorithm, BSRNet) or not self.layers:
+            return None
+        packed = [layer for layer in self.layers if isinstance(layer, PackedWeight)]
+        if packed:
+            return PackedRewiring(packed, self.algorithm.noise, self.states)
+        masked = [layer for layer in self.layers if isinstance(layer, MaskedWeight)]
+        return MaskedRewiring(masked, self.algorithm.noise, self._following, flat, compile)
 
     # What a user asks for
 
-    def join(self, world: World) -> None:
-        """From now on the model is trained by these processes together."""
-        self.world = world
-        self._watch()
-
     @staticmethod
     def of(model: nn.Module) -> Topology | None:
-        """The topology that is attached to a model."""
-        return next((OWNERS[p]() for p in model.parameters() if p in OWNERS), None)
+        """The topology that is attached to a model; `None` if there is none."""
+        return next((_OWNERS[p]() for p in model.parameters() if p in _OWNERS), None)
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """The active places of every sparse weight, by parameter name."""
+        """Boolean mask of every sparse weight, by parameter name."""
         return {layer.name: layer.mask() for layer in self.layers}
 
     @property
     def size(self) -> int:
+        """Number of weights of the sparse layers, active or not."""
         return sum(layer.size for layer in self.layers)
 
     @property
     def active(self) -> int:
+        """Number of active weights of the sparse layers."""
         return sum(layer.active for layer in self.layers)
 
     @property
     def density(self) -> float:
-        """Share of the chosen weights that is active."""
+        """Fraction of the weights of the sparse layers that is active."""
         return self.active / self.size if self.layers else 1.0
 
     @property
     def exploration(self) -> float:
-        """ITOP's R_s: the share of the chosen weights that has been active at some time."""
+        """Fraction of the weights that has been active at some time (ITOP's R_s, Liu et al. 2021)."""
         return sum(layer.explored() for layer in self.layers) / self.size if self.layers else 1.0
 
     @property
     def update_is_next(self) -> bool:
-        """Whether the coming optimizer step is an update step."""
+        """Whether the next optimizer step is an update step."""
         return self.window is not None and self.window.contains(self.steps + 1)
 
     @property
     def storage(self) -> str:
-        """`packed` where the weights are vectors of active values, else `masked`."""
+        """`packed` if the weights are vectors of active values, else `masked`."""
         return "packed" if any(layer.index is not None for layer in self.layers) else "masked"
 
     @property
     def attached(self) -> bool:
-        """Whether its hooks are on the model and the optimizer."""
-        return bool(self._handles)
+        """Whether its hooks are installed."""
+        return self._hooks is not None
 
     def __repr__(self) -> str:
         kind = f"{type(self.algorithm).__name__}, {self.storage}"
@@ -128,156 +158,60 @@ class Topology:
         return f"<{kind}: {share}, step {self.steps}, {self.updates} updates>"
 
     @torch.no_grad()
-    def apply(self) -> None:
-        """Set all inactive weights to exactly zero."""
-        for layer in self.layers:
-            layer.hide_inactive(layer.parameter)
-
-    @torch.no_grad()
     def project(self, tensors: dict[str, Tensor]) -> None:
-        """Set the inactive places of tensors that are named and shaped like the weights (an average, say) to zero."""
+        """Set the inactive entries of tensors that are named and shaped like the weights to zero."""
         for layer in self.layers:
             if layer.name in tensors:
                 layer.hide_inactive(tensors[layer.name])
 
-    @torch.no_grad()
-    def hide_gradients(self) -> None:
-        """Leave the gradient of active weights in `.grad` and put aside the dense one that the algorithm asked for.
-
-        The optimizer's step does this in any case. Call it before clipping (under AMP after `unscale_`), so that
-        the norm is that of the active weights also where the algorithm wants all: RigL at updates, SNFS always.
-        """
-        if self._wants_dense_gradient:
-            for layer in self.layers:
-                layer.keep_dense_gradient()
-
-    def see_gradients(self) -> None:
-        """What happens after a backward pass, for gradients that came into `.grad` in another way."""
+    def follow(self, follower: Follower) -> None:
+        """Change the tensors of a follower together with the weights: zero what is dropped or grown."""
+        self._followers.add(follower)
         for layer in self.layers:
-            self._after_backward(layer, layer.parameter)
-
-    @contextmanager
-    def keeping_batch_gradient(self) -> Iterator[None]:
-        """Around a backward pass to whose gradient something will be added that growth shall not see.
-
-        Nothing is put aside at steps that need no dense gradient, nor where growth is by the corrected gradient.
-        """
-        layers = self.layers if self._wants_dense_gradient and not self.grows_by_corrected else []
-        earlier = [None if layer.parameter.grad is None else layer.parameter.grad.clone() for layer in layers]
-        yield
-        for layer, gradient in zip(layers, earlier, strict=True):
-            layer.keep_batch_gradient(gradient)
-
-    def put_aside(self) -> list[Tensor]:
-        """Gradients beside `.grad` that must be averaged over the processes before the coming step."""
-        return [tensor for layer in self.layers for tensor in layer.put_aside()] if self._wants_dense_gradient else []
-
-    def check_equal(self) -> None:
-        """Stop where the processes have come to different masks: what they average would not belong together."""
-        if self.world.alone:
-            return
-        first, *others = self.world.all_gather_object([layer.digest() for layer in self.layers])
-        for rank, digests in enumerate(others, 1):
-            for layer, here, there in zip(self.layers, first, digests, strict=True):
-                if here != there:
-                    raise UserError(
-                        f'after update {self.updates} processes 0 and {rank} have different masks of "{layer.name}": '
-                        "they run different code, or one of them computes wrongly; go on from the last checkpoint"
-                    )
-
-    @property
-    def grows_by_corrected(self) -> bool:
-        """Whether growth wants the corrected gradient of inactive places."""
-        return getattr(self.algorithm, "growth", "batch") == "corrected"
+            for tensor in self._following(layer.stepped):
+                layer.hide_inactive(layer.view(tensor))
 
     def detach(self) -> None:
-        """Take the hooks off; the weights stay as they are."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Remove the hooks; the weights stay as they are."""
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
         for layer in self.layers:
-            OWNERS.pop(layer.parameter, None)
-            layer.watch(0)
+            _OWNERS.pop(layer.parameter, None)
+            layer.record_growth(False)
 
-    # The hooks
+    # One step: take_gradients after the backward passes, before_step, optimizer.step(), after_step, count_step
 
-    @property
-    def _skips_steps(self) -> bool:
-        return isinstance(self.algorithm, Dynamic) and self.algorithm.step_at_update == "skip"
-
-    @property
-    def _wants_dense_gradient(self) -> bool:
-        wish = self.algorithm.dense_gradient
-        return wish == "always" or (wish == "at updates" and self.update_is_next)
-
-    @property
-    def _loss_scale(self) -> Tensor | None:
-        """What a GradScaler has told a fused optimizer for the time of its step, to divide the gradients by."""
-        return getattr(self.optimizer, "grad_scale", None)
-
-    def _install(self) -> None:
-        self._handles = [
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
-        ]
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Set all inactive weights to exactly zero."""
+        for masked in self._vectors:
+            masked.hide_inactive(masked.tensor)
         for layer in self.layers:
-            if layer.index is None:  # else there is nothing to hide, and a hook would keep the vector at one length
-                hook = partial(self._after_backward, layer)
-                self._handles.append(layer.parameter.register_post_accumulate_grad_hook(hook))
-            OWNERS[layer.parameter] = weakref.ref(self)
-        if self.storage == "packed" and (counted := self._dense_parameter()) is not None:
-            # by a weak reference: the parameter alone shall not keep the topology alive
-            hook = partial(_count_pass, weakref.ref(self))
-            self._handles.append(counted.register_post_accumulate_grad_hook(hook))
-        self._watch()
-
-    def _dense_parameter(self) -> nn.Parameter | None:
-        sparse = {id(layer.parameter) for layer in self.layers}
-        all_ = (p for group in self.optimizer.param_groups for p in group["params"])
-        return next((p for p in all_ if p.requires_grad and id(p) not in sparse), None)
+            if layer.stepped is layer.parameter:
+                layer.hide_inactive(layer.parameter)
 
     @torch.no_grad()
-    def _first_apply(self) -> None:
-        """`apply`, and what `MaskedLayer.lost` must know to find weights that should not have been set to zero."""
-        masked = [layer for layer in self.layers if isinstance(layer, MaskedLayer)]
-        before = [int(torch.count_nonzero(layer.parameter)) for layer in masked]
-        self.apply()
-        for layer, count in zip(masked, before, strict=True):
-            layer.attached = count, layer.parameter._version
-            for tensor in self.followed(layer.parameter):
-                layer.hide_inactive(tensor)
+    def take_gradients(self) -> None:
+        """Record the gradients of inactive weights if the step needs them, and set them to zero in `.grad`.
+
+        For loops without hooks, which compute all gradients of a step at once.
+        """
+        for layer in self.layers:
+            if isinstance(layer, MaskedWeight) and self.records_growth and layer.stepped.grad is not None:
+                layer.growth_recorder.add(layer.view(layer.stepped.grad), restart=True)
+        for masked in self._vectors:
+            if masked.tensor.grad is not None:
+                masked.hide_inactive(masked.tensor.grad)
 
     @torch.no_grad()
-    def _after_backward(self, layer: Layer, parameter: Tensor) -> None:
-        if self._wants_dense_gradient:
-            layer.begin_pass()
-        elif parameter.grad is not None:
-            layer.hide_inactive(parameter.grad)
-
-    def _before_step(
-        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Prepare the gradients: at once, or where the optimizer is given a closure, whenever it has made them."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._prepare_gradients()
-            return None
-
-        def prepared_closure() -> Any:
-            loss = closure()
-            self._prepare_gradients()
-            return loss
-
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (args[0], prepared_closure, *args[2:]), others
-
-    @torch.no_grad()
-    def _prepare_gradients(self) -> None:
-        self.hide_gradients()
+    def before_step(self) -> None:
+        """Prepare the gradients of a step, after its last backward pass."""
+        if self.records_growth:
+            self._average_growth()
         if self.algorithm.dense_gradient == "always":
             for layer in self.layers:
-                layer.loss_scale = self._loss_scale
-                self.algorithm.observe(layer)
+                self.algorithm.observe(layer, self._loss_scale)
         if self.update_is_next and self._skips_steps:
             # Every optimizer leaves a parameter without gradient alone, its momentum and decay included.
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -286,145 +220,198 @@ class Topology:
                 parameter.grad = None
 
     @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:
+    def after_step(self) -> None:
+        """Mask the weights after an optimizer step and, at update steps, drop and grow weights.
+
+        Between update steps this never waits for a device and changes no counter: a CUDA graph can replay it.
+        """
         for parameter, gradient in self._skipped:
             scale = self._loss_scale
             parameter.grad = gradient if scale is None else gradient.div_(scale.to(gradient))  # as a step would
         self._skipped = []
         self.apply()
-        before = self.updates
-        self.algorithm.after_step(self)
+        if self._rewiring is not None:
+            self._rewiring.cross(self.optimizer.param_groups[0]["lr"], self.rewires_next)
+            if self.rewires_next:
+                self._rewiring.refill()
         if self.update_is_next:
             self._update()
-        if self.updates > before:
-            self._restart_lbfgs()
-        self._give_newborn_a_step()
+        start_rprop(self.optimizer, self.layers)
+
+    def count_step(self) -> None:
+        """Count a step, and prepare the next one."""
+        rewired = self.rewires_next
+        if rewired:
+            for layer in self.layers:
+                if isinstance(layer, MaskedWeight):
+                    layer.recount()
+        if rewired or self.update_is_next:
+            self.updates += 1
+            restart_lbfgs(self.optimizer)
         self.steps += 1
-        self._one_pass, self._passes = self._passes == 1, 0
+        self._record_growth()
+        self.seed()
+
+    def seed(self) -> None:
+        """Seed the random numbers of the next step's rewiring."""
+        if self._rewiring is not None:
+            self._rewiring.generator.manual_seed(derive(self.algorithm.seed, "rewire", self.steps))
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The generators that `after_step` draws from between update steps."""
+        return [] if self._rewiring is None else [self._rewiring.generator]
+
+    @property
+    def rewires_next(self) -> bool:
+        """Whether BSR-Net rewires after the next step."""
+        every = self.algorithm.rewire_every if isinstance(self.algorithm, BSRNet) else 0
+        return self._rewiring is not None and (self.steps + 1) % every == 0
+
+    @property
+    def records_growth(self) -> bool:
+        """Whether the next step needs the gradient of inactive weights."""
+        needed = self.algorithm.dense_gradient
+        return needed == "always" or (needed == "at updates" and self.update_is_next)
+
+    @property
+    def grows_by_corrected(self) -> bool:
+        """Whether growth uses the corrected gradient of inactive weights."""
+        return getattr(self.algorithm, "growth", "batch") == "corrected"
+
+    @torch.no_grad()
+    def add_to_growth(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
+        """Add a correction of all weights to the recorded gradients, for growth by the corrected gradient."""
+        parts = {id(parameter): tensor for parameter, tensor in zip(parameters, tensors, strict=True)}
         for layer in self.layers:
-            layer.forget_gradient()
-        self._watch()
+            if layer.growth is not None and id(layer.parameter) in parts:
+                layer.growth = layer.growth + parts[id(layer.parameter)]
+
+    def _record_growth(self) -> None:
+        for layer in self.layers:
+            layer.record_growth(self.records_growth)
+
+    def _average_growth(self) -> None:
+        """Average the recorded gradients over the processes."""
+        if self.world.alone:
+            return
+        found = [torch.zeros(layer.mask().shape) if layer.growth is None else layer.growth for layer in self.layers]
+        found = [tensor.to(layer.parameter) for tensor, layer in zip(found, self.layers, strict=True)]
+        known = found[0].new_tensor([float(layer.growth is not None) for layer in self.layers])
+        *means, shares = self.world.all_reduce_mean([*found, known])
+        for layer, mean, share in zip(self.layers, means, shares.tolist(), strict=True):
+            if share > 0:
+                layer.growth = mean
+
+    @property
+    def _skips_steps(self) -> bool:
+        return isinstance(self.algorithm, Dynamic) and self.algorithm.step_at_update == "skip"
+
+    @property
+    def _loss_scale(self) -> Tensor | None:
+        """The factor of the gradients that a GradScaler has told a fused optimizer for the time of its step."""
+        return getattr(self.optimizer, "grad_scale", None)
 
     def _update(self) -> None:
         assert isinstance(self.algorithm, Dynamic)
         assert self.window is not None
-        self.updates += 1
         for layer in self.layers:
             if not layer.parameter.requires_grad:
                 continue  # frozen since
             generator = torch.Generator(layer.parameter.device)
-            generator.manual_seed(derive(self.algorithm.seed, "growth", self.updates, layer.name))
+            generator.manual_seed(derive(self.algorithm.seed, "growth", self.updates + 1, layer.name))
             choice = self.algorithm.choose(layer, self.window, self.steps + 1, generator)
             if choice is not None:
-                layer.rewire(*choice, self.states(layer.parameter))
+                layer.rewire(*choice, self.states(layer))
         self.check_equal()
 
-    def _restart_lbfgs(self) -> None:
-        """It has steps and curvature of the old topology, all weights in one vector, and counts these only once."""
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            self.optimizer.state.clear()
-            self.optimizer._numel_cache = None
+    def states(self, layer: SparseWeight) -> list[Tensor]:
+        """Tensors that change together with a weight: optimizer state (momentum, moments, ...) and followers."""
+        followers = [layer.view(tensor) for tensor in self._following(layer.stepped)]
+        return [*layer.states(self.optimizer), *followers]
 
-    def _give_newborn_a_step(self) -> None:
-        """Rprop multiplies each weight's own step size: from zero, as growth leaves it, it would never come."""
-        if not isinstance(self.optimizer, torch.optim.Rprop):
+    def _following(self, stepped: nn.Parameter) -> list[Tensor]:
+        found = [follower.tensor_of(stepped) for follower in self._followers]
+        return [tensor for tensor in found if tensor is not None]
+
+    def check_equal(self) -> None:
+        """Stop if the processes have different masks: the gradients that they average would not belong together."""
+        if self.world.alone:
             return
-        sparse = {id(layer.parameter) for layer in self.layers}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                size = self.optimizer.state.get(parameter, {}).get("step_size") if id(parameter) in sparse else None
-                if size is not None:
-                    size.masked_fill_(size == 0, float(group["lr"]))
-
-    def states(self, parameter: nn.Parameter) -> Iterator[Tensor]:
-        """What changes with a parameter's places: the optimizer's tensors that hold one number per weight (momentum,
-        Adam's moments, whatever it keeps) and those of whoever follows it."""
-        for value in self.optimizer.state.get(parameter, {}).values():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                yield value
-        yield from self.followed(parameter)
-
-    @staticmethod
-    def followed(parameter: nn.Parameter) -> Iterator[Tensor]:
-        """What followers keep for a parameter."""
-        for follower in FOLLOWERS:
-            if (value := follower.value_of(parameter)) is not None:
-                yield value
-
-    def _watch(self) -> None:
-        """Tell the layers which gradients of inactive places the coming step is asked for."""
-        for layer in self.layers:
-            layer.watch(self._wanted(layer))
-
-    def _wanted(self, layer: Layer) -> int | None:
-        if not self._wants_dense_gradient:
-            return 0
-        if self.algorithm.dense_gradient == "always" or self.window is None:
-            return None
-        if not self.world.alone:
-            return None  # the largest of the mean are not known before there is one
-        assert isinstance(self.algorithm, Dynamic)
-        if not self.algorithm.needs_largest_only():
-            return None
-        if not self._one_pass:
-            return None  # nor are the largest of the sum over several backward passes
-        return self.algorithm.most_grown(layer, self.window, self.steps + 1)
+        first, *others = self.world.all_gather_object([layer.digest() for layer in self.layers])
+        for rank, digests in enumerate(others, 1):
+            for layer, here, there in zip(self.layers, first, digests, strict=True):
+                if here != there:
+                    raise UserError(
+                        f'processes 0 and {rank} have different masks of "{layer.name}" after update {self.updates}: '
+                        "they run different code, or one of them computes wrongly; resume from the last checkpoint"
+                    )
 
     # Save, load, copy
 
     def state_dict(self) -> dict[str, Any]:
+        """Masks, exploration and counters."""
         return {
             "algorithm": type(self.algorithm).__name__,
             "steps": self.steps,
             "updates": self.updates,
-            "places": {layer.name: layer.saved() for layer in self.layers},
+            "layers": {layer.name: layer.state_dict() for layer in self.layers},
             "memory": {layer.name: layer.memory for layer in self.layers if layer.memory is not None},
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the masks and counters of a saved topology; a wrong state is refused and changes nothing.
+        """Load the masks and counters of a saved topology. A wrong state is refused and changes nothing.
 
         To resume, attach first, as in the run that was saved, and then load the model, the optimizer and this:
-        attaching sets the weights outside the very first mask to zero.
+        attaching sets the weights outside the initial mask to zero.
         """
-        check_state(self, state)
-        if sum(layer.lost(state["places"][layer.name]) for layer in self.layers):
+        counts = check_state(self, state)
+        self.steps, self.updates = state["steps"], state["updates"]
+        lost = False
+        for layer in self.layers:
+            before = int(torch.count_nonzero(layer.parameter))
+            layer.load_state_dict(state["layers"][layer.name])
+            self._load_memory(layer, state["memory"].get(layer.name))
+            lost |= isinstance(layer, MaskedWeight) and before < self._nonzeros[layer.name] <= counts[layer.name]
+        if lost:
             warnings.warn(
-                "weights were set to zero when the topology was attached that its state calls active; "
-                "load the model after attaching",
+                "attaching set weights to zero that the loaded state calls active; load the model after attaching",
                 stacklevel=3,
             )
-        self.steps, self.updates = state["steps"], state["updates"]
-        for layer in self.layers:
-            layer.load(state["places"][layer.name], state["memory"].get(layer.name))
-            layer.forget_gradient()  # of a step that was not finished
-        self._watch()
+        self._record_growth()
+        self.seed()
+
+    def _load_memory(self, layer: SparseWeight, memory: Tensor | None) -> None:
+        if layer.memory is not None and memory is not None and self._rewiring is not None:
+            layer.memory.copy_(memory)  # a view of the signs of all weights
+        else:
+            layer.memory = None if memory is None else memory.to(layer.parameter.device, copy=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
-        """A copy that works on the copied model and optimizer when the three are copied together.
+        """A copy that works on the copied model and optimizer if the three are copied together.
 
-        Optimizers and parameters drop their hooks when copied, so the copy installs its own.
+        Optimizers and parameters lose their hooks when copied, so the copy installs its own.
         """
         new = object.__new__(type(self))
         memo[id(self)] = new
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_handles", "_skipped")}
-        new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in kept.items()}, _skipped=[], _handles=[])
+        kept = {key: value for key, value in self.__dict__.items() if key not in ("_hooks", "_skipped", "_followers")}
+        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in kept.items()})
+        new._skipped, new._followers, new._hooks = [], weakref.WeakSet(), None
         if self.attached:
-            new._install()
+            for layer in new.layers:
+                _OWNERS[layer.parameter] = weakref.ref(new)
+            new._hooks = Hooks(new)
+        new.seed()
         return new
 
 
-def _count_pass(owner: weakref.ref[Topology], _: Tensor) -> None:
-    if (topology := owner()) is not None:
-        topology._passes += 1
-
-
-def _make_layers(algorithm: Algorithm, model: nn.Module) -> list[Layer]:
+def _sparse_weights(algorithm: Algorithm, model: nn.Module, flat: FlatParameters | None) -> list[SparseWeight]:
     if packed := packed_weights(algorithm, model):
         return packed
-    layers: list[Layer] = []
+    vectors = {} if flat is None else {id(vector): MaskedTensor(vector, shared=True) for vector in flat.stretches}
+    layers: list[SparseWeight] = []
     for planned in plan_layers(algorithm, model):
-        layers.append(MaskedLayer(planned.name, planned.weight, planned.active, planned.final))
-        algorithm.prepare(layers[-1])
+        masked = vectors[id(flat.stretch_of(planned.weight))] if flat is not None else None
+        layers.append(MaskedWeight(planned.name, planned.weight, planned.active, planned.final, masked, flat))
     return layers

@@ -1,4 +1,4 @@
-"""BatchNorm statistics estimated anew for the weights at hand."""
+"""BatchNorm statistics that are recomputed for the current weights."""
 
 from __future__ import annotations
 
@@ -10,47 +10,54 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.errors import UserError
+from equipoise.modules import preserved_modes
 
 
 @contextmanager
-def reestimated(
+def bn_recalibrated(
     model: nn.Module, batches: Iterable[Tensor], autocast: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Iterator[None]:
-    """Within it, running statistics are the plain mean over `batches` of images; afterwards they are as before.
+    """Recompute running statistics as the mean over batches, for the duration of the block.
 
-    Running statistics trail the weights while the learning rate is high and cost several points of accuracy; a
-    comparison in which only one arm has fresh ones measures this and nothing else. Only BatchNorm runs in training
-    mode here, so no random number is drawn.
+    Running statistics lag behind the weights while the learning rate is high, which costs several points of accuracy.
+    A comparison in which only one arm is recalibrated measures nothing else. Only BatchNorm runs in training mode, so
+    no random number is drawn. The model is in evaluation mode inside the block and as before after it.
+
+    Args:
+        model: The model.
+        batches: Batches of images.
+        autocast: Makes the context of the forward passes.
+
+    Raises:
+        UserError: If there is no image.
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     saved = [{key: value.clone() for key, value in norm.named_buffers()} for norm in norms]
     momenta = [norm.momentum for norm in norms]
-    flags = {module: module.training for module in model.modules()}
-    try:
-        if norms:
-            with torch.no_grad(), autocast():
-                _estimate(model, norms, batches)
-        model.eval()
-        yield
-    finally:
-        for norm, buffers, momentum in zip(norms, saved, momenta, strict=True):
-            norm.momentum = momentum
-            for key, value in norm.named_buffers():
-                value.copy_(buffers[key])
-        for module, flag in flags.items():
-            module.training = flag
+    with preserved_modes(model):
+        try:
+            model.eval()
+            if norms:
+                with torch.no_grad(), autocast():
+                    _recompute(model, norms, batches)
+                model.eval()
+            yield
+        finally:
+            for norm, buffers, momentum in zip(norms, saved, momenta, strict=True):
+                norm.momentum = momentum
+                for key, value in norm.named_buffers():
+                    value.copy_(buffers[key])
 
 
-def _estimate(model: nn.Module, norms: list[_BatchNorm], batches: Iterable[Tensor]) -> None:
-    model.eval()
+def _recompute(model: nn.Module, norms: list[_BatchNorm], batches: Iterable[Tensor]) -> None:
     for norm in norms:
         norm.reset_running_stats()
         norm.training = True
-    seen = 0
+    images = 0
     for number, x in enumerate(batches, 1):
         for norm in norms:
-            norm.momentum = 1 / number  # a cumulative mean; momentum None is one too, but waits for the device
+            norm.momentum = 1 / number  # a cumulative mean, like momentum=None, which would wait for the device
         model(x)
-        seen += len(x)
-    if seen == 0:
-        raise UserError("BatchNorm statistics cannot be estimated from no batch")
+        images += len(x)
+    if images == 0:
+        raise UserError("BatchNorm statistics cannot be recomputed without images")

@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file each, written whole or not at all, checked before it is believed."""
+"""Checkpoints: safetensors files that are written atomically and verified by a checksum."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ VERSION = 1
 
 
 class DamagedCheckpoint(UserError):
-    """The file is truncated, altered or not a checkpoint."""
+    """The file is truncated, modified or not a checkpoint."""
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Write nested dicts, lists and tuples of tensors and plain values.
-
-    The file appears under its name only when it is complete and on the disk: temporary file, flush, rename.
-    """
+    """Write nested dicts, lists and tuples of tensors and plain values to a file, atomically."""
     tensors: dict[str, Tensor] = {}
     header = {"version": str(VERSION), "structure": json.dumps(_strip(state, "", tensors))}
     header["digest"] = _digest(header, tensors)
@@ -39,11 +36,16 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         with written_whole(path) as temporary:
             save_file(tensors, temporary, metadata=header)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"could not write the checkpoint {path}: {error}; those before it are intact") from None
+        raise UserError(f"could not write the checkpoint {path}: {error}; earlier ones are intact") from None
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote. No code is executed; a damaged file is refused."""
+    """Read a file that `save` wrote. No code is executed.
+
+    Raises:
+        DamagedCheckpoint: If the file is damaged or not a checkpoint.
+        UserError: If there is no file, or if another version wrote it.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -66,13 +68,13 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON with each tensor replaced by its name; containers are tagged so that keys and types come back."""
+    """Return JSON in which tensors are replaced by their names and containers are tagged with their types."""
     match value:
         case Tensor():
             name = path
-            while name in tensors:  # "a/b" in one dict, "b" within "a" in another
+            while name in tensors:  # the key "a/b", and the key "b" inside "a"
                 name += "'"
-            # a copy: tied weights share memory, which the format does not allow
+            # a copy, because tied weights share memory, which the format does not allow
             tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             return {"tensor": name}
         case None | bool() | int() | float() | str():
@@ -86,6 +88,7 @@ def _strip(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _restore(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Invert `_strip`."""
     match value:
         case {"tensor": str(path)}:
             return tensors[path]
@@ -99,7 +102,7 @@ def _restore(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _digest(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """A checksum over everything that is read: version, structure, and the tensors' names, types, shapes, bytes."""
+    """Hash everything that is read: version, structure, and the names, types, shapes and bytes of the tensors."""
     digest = hashlib.blake2b(f"{header['version']} {header['structure']}".encode(), digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -109,10 +112,11 @@ def _digest(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
 
 
 class Store:
-    """The checkpoints of one run: the last `keep`, and the best.
+    """The checkpoints of one run.
 
-    A file that is newer than the one being saved is of a future that is being done again (its damage was why), and
-    what a killed process left half-written is of no use: both are cleared away.
+    Args:
+        folder: The folder of the files.
+        keep: Number of checkpoints that are kept, besides the best.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -120,6 +124,16 @@ class Store:
         self.keep = keep
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
+        """Write a checkpoint and remove old ones.
+
+        Checkpoints of later steps are removed too: they were damaged, so the run repeats those steps. So are the
+        temporary files of killed processes.
+
+        Args:
+            step: The number of steps taken.
+            state: The state of the run.
+            best: Whether this is the best checkpoint so far.
+        """
         path = self.folder / f"step-{step:09d}.safetensors"
         save(path, state)
         if best:
@@ -130,7 +144,7 @@ class Store:
             stale.unlink(missing_ok=True)
 
     def _link_best(self, path: Path) -> None:
-        """A hard link: the best checkpoint costs no second writing, and the rename keeps it whole."""
+        """Make best.safetensors a hard link to a checkpoint, which is not written a second time."""
         temporary = self.folder / ".best.tmp"
         temporary.unlink(missing_ok=True)
         try:
@@ -142,16 +156,16 @@ class Store:
         flush(self.folder)
 
     def paths(self) -> list[Path]:
-        """Newest first."""
+        """List the checkpoints, newest first."""
         return sorted(self.folder.glob("step-*.safetensors"), reverse=True)
 
     def newest(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is sound; damaged ones are passed over with a warning."""
+        """Load the newest valid checkpoint; damaged ones are skipped with a warning."""
         paths = self.paths()
         for i, path in enumerate(paths, 1):
             try:
                 return load(path)
             except DamagedCheckpoint as error:
-                instead = "using the one before it" if i < len(paths) else "there is none before it"
+                instead = "using the one before it" if i < len(paths) else "there is no earlier one"
                 warnings.warn(f"{error}; {instead}", stacklevel=2)
         return None

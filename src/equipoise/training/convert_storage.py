@@ -1,16 +1,15 @@
-"""Moving a checkpoint from masked storage to packed and back."""
+"""Converting the state of a run from masked storage to packed and back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.storage.bitmap import get_bits, pack_bits
-from equipoise.storage.masked import ACTIVE, DROPPED
 from equipoise.storage.packed_modules import PackedLayer
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the sparse weights, by their names in the unpacked model
@@ -18,17 +17,22 @@ State = dict[str, Any]
 
 
 def plain_names(model: nn.Module) -> dict[int, str]:
-    """The name that each parameter has in the unpacked model, by its identity."""
+    """The name of each parameter in the unpacked model, by identity."""
     packed = {id(module.values) for module in model.modules() if isinstance(module, PackedLayer)}
     named = model.named_parameters()
     return {id(p): f"{name.removesuffix('values')}weight" if id(p) in packed else name for name, p in named}
 
 
 def in_storage(state: State, storage: str, shapes: Shapes) -> State:
-    """The state of a run as one in the other storage would have saved it.
+    """The state of a run as a run in another storage would have saved it.
 
-    Vectors over the coordinates of a correction are the same in both. What packed storage does not have is zero
-    after the way back: the momentum that BSR-Net leaves at inactive places.
+    Active vectors of a correction are the same in both. The momentum that BSR-Net leaves at inactive weights exists in
+    masked storage only; after a conversion to packed storage and back it is zero.
+
+    Args:
+        state: The state of a run.
+        storage: `masked` or `packed`.
+        shapes: Shapes of the sparse weights.
     """
     if state["storage"] == storage:
         return state
@@ -37,47 +41,43 @@ def in_storage(state: State, storage: str, shapes: Shapes) -> State:
 
 def _masked(state: State, shapes: Shapes) -> State:
     index = {name: state["model"][_key(name, "index")] for name in shapes}
-    topology = dict(state["topology"])
-    topology["places"] = {
-        name: _places(index[name], bits, shapes[name]) for name, bits in state["topology"]["places"].items()
-    }
-    topology["memory"] = {
-        name: (get_bits(memory, math.prod(shapes[name])).to(torch.int8) * 2 - 1).view(shapes[name])
-        if memory.dtype == torch.uint8
-        else memory
-        for name, memory in state["topology"]["memory"].items()
-    }
+
+    def layer(name: str, saved: State) -> State:
+        mask = torch.zeros(math.prod(shapes[name]), dtype=torch.bool).index_fill_(0, index[name].long(), True)
+        return {**saved, "mask": pack_bits(mask)}
+
+    def signs(name: str, bits: Tensor) -> Tensor:
+        return (get_bits(bits, math.prod(shapes[name])).to(torch.int8) * 2 - 1).view(shapes[name])
+
     return {
         **state,
         "storage": "masked",
         "model": _dense_tensors(state["model"], shapes),
-        "optimizer": _optimizer(state, lambda name, t: _spread(t, index[name], shapes[name]), index),
-        "average": _average(state, lambda values: _dense_tensors(values, shapes, index)),
-        "topology": topology,
-        "correction": {
-            **state["correction"],
-            "snapshot": _dense_tensors(state["correction"]["snapshot"], shapes),
-        },
+        "optimizer": _converted(state["optimizer"], index, lambda name, t: _spread(t, index[name], shapes[name])),
+        "ema": _ema(state, lambda values: _dense_tensors(values, shapes, index)),
+        "topology": _topology(state["topology"], layer, signs, torch.uint8),
+        "correction": {**state["correction"], "snapshot": _dense_tensors(state["correction"]["snapshot"], shapes)},
     }
 
 
 def _packed(state: State, shapes: Shapes) -> State:
-    places = state["topology"]["places"]
-    index = {name: (places[name].reshape(-1) == ACTIVE).nonzero().flatten().to(torch.int32) for name in shapes}
-    topology = dict(state["topology"])
-    topology["places"] = {name: pack_bits(tensor.reshape(-1) != 0) for name, tensor in places.items()}
-    topology["memory"] = {
-        name: pack_bits(memory.reshape(-1) > 0) if memory.dtype == torch.int8 else memory
-        for name, memory in state["topology"]["memory"].items()
-    }
+    masks = {name: get_bits(state["topology"]["layers"][name]["mask"], math.prod(shapes[name])) for name in shapes}
+    index = {name: mask.nonzero().flatten().to(torch.int32) for name, mask in masks.items()}
+
+    def layer(name: str, saved: State) -> State:
+        return {key: value for key, value in saved.items() if key != "mask"}
+
+    def signs(name: str, values: Tensor) -> Tensor:
+        return pack_bits(values.reshape(-1) > 0)
+
     correction = state["correction"]
     return {
         **state,
         "storage": "packed",
         "model": _vectors(state["model"], index),
-        "optimizer": _optimizer(state, lambda name, t: t.reshape(-1)[index[name].long()], index),
-        "average": _average(state, lambda values: _vectors(values, index, with_index=False)),
-        "topology": topology,
+        "optimizer": _converted(state["optimizer"], index, lambda name, t: t.reshape(-1)[index[name].long()]),
+        "ema": _ema(state, lambda values: _vectors(values, index, with_index=False)),
+        "topology": _topology(state["topology"], layer, signs, torch.int8),
         "correction": {**correction, "snapshot": _vectors(correction["snapshot"], _snapshot_index(state, shapes))},
     }
 
@@ -90,15 +90,22 @@ def _spread(values: Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
     return values.new_zeros(math.prod(shape)).index_copy_(0, index.long(), values).view(shape)
 
 
-def _places(index: Tensor, explored: Tensor, shape: tuple[int, ...]) -> Tensor:
-    places = get_bits(explored, math.prod(shape)).to(torch.int8) * DROPPED
-    return places.index_fill_(0, index.long(), ACTIVE).view(shape)
+def _topology(
+    state: State, layer: Callable[[str, State], State], signs: Callable[[str, Tensor], Tensor], dtype: torch.dtype
+) -> State:
+    """Bitmaps by `layer`; BSR-Net's signs, which are the memory of type `dtype`, by `signs`."""
+    memory = {name: signs(name, kept) if kept.dtype == dtype else kept for name, kept in state["memory"].items()}
+    return {
+        **state,
+        "layers": {name: layer(name, saved) for name, saved in state["layers"].items()},
+        "memory": memory,
+    }
 
 
 def _dense_tensors(
     tensors: Mapping[str, Tensor], shapes: Shapes, index: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """With the dense weight in the place of each vector, whose index is among the tensors or given."""
+    """Tensors with the dense weight instead of each vector, whose index is among the tensors or given."""
     result = dict(tensors)
     for name, shape in shapes.items() if tensors else ():
         values = result.pop(_key(name, "values"))
@@ -118,34 +125,31 @@ def _vectors(
     return result
 
 
-def _optimizer(state: State, convert: Any, sparse: Mapping[str, Tensor]) -> State:
-    """Every tensor that has one number per weight."""
-    optimizer, names = state["optimizer"], state["names"]["optimizer"]
-    length = {name: len(index) for name, index in sparse.items()}
+def _converted(
+    optimizer: Mapping[str, State], index: Mapping[str, Tensor], convert: Callable[[str, Tensor], Tensor]
+) -> dict[str, State]:
+    """The optimizer's state with every tensor converted that holds one number for each weight."""
 
-    def converted(number: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        name = names[number]
-        if name not in sparse:
-            return dict(tensors)
-        return {
-            key: convert(name, t) if isinstance(t, Tensor) and (t.dim() > 1 or t.shape == (length[name],)) else t
-            for key, t in tensors.items()
-        }
+    def whole(name: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and (value.dim() > 1 or value.shape == (len(index[name]),))
 
-    return {**optimizer, "state": {i: converted(int(i), tensors) for i, tensors in optimizer["state"].items()}}
+    return {
+        name: {key: convert(name, v) if name in index and whole(name, v) else v for key, v in tensors.items()}
+        for name, tensors in optimizer.items()
+    }
 
 
-def _average(state: State, convert: Any) -> State | None:
-    average = state["average"]
-    return None if average is None else {**average, "values": convert(average["values"])}
+def _ema(state: State, convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> State | None:
+    ema = state["ema"]
+    return None if ema is None else {**ema, "values": convert(ema["values"])}
 
 
 def _snapshot_index(state: State, shapes: Shapes) -> dict[str, Tensor]:
-    """Where the snapshot was active: its coordinates know; without any, where it is not zero."""
-    snapshot, coordinates = state["correction"]["snapshot"], state["correction"]["coordinates"]
+    """Active indices of the snapshot: those of the active vector; without one, its nonzeros."""
+    snapshot, vector = state["correction"]["snapshot"], state["correction"]["active_vector"]
     if not snapshot:
         return {}
-    known = {} if coordinates is None else dict(zip(state["names"]["model"], coordinates["index"], strict=True))
+    known = {} if vector is None else dict(zip(state["names"], vector["indices"], strict=True))
     result = {}
     for name, shape in shapes.items():
         weight = snapshot[name].reshape(-1)

@@ -1,4 +1,4 @@
-"""Accuracy of a model, and of the same model scored three ways."""
+"""Accuracy of a model, and its three scores: plain, bn_recalibrated and ema."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equipoise.modules import preserved_modes
 from equipoise.topology.ema import EMA, weights_of
-from equipoise.training.bn_recalibration import reestimated
+from equipoise.training.bn_recalibration import bn_recalibrated
 from equipoise.world import ALONE, World
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -20,7 +21,13 @@ Autocast = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Score:
-    """Mean cross-entropy and the share of images classified rightly."""
+    """The result of an evaluation.
+
+    Args:
+        loss: Mean cross-entropy.
+        accuracy: Fraction of the images that are classified correctly.
+        images: Number of images.
+    """
 
     loss: float
     accuracy: float
@@ -29,21 +36,24 @@ class Score:
 
 @torch.no_grad()
 def score(model: nn.Module, batches: Batches, autocast: Autocast = nullcontext, world: World = ALONE) -> Score:
-    """Evaluate in eval mode; the training flags come back as they were. Of several processes each has its batches."""
-    flags = {module: module.training for module in model.modules()}
-    model.eval()
+    """Evaluate a model in evaluation mode; its modes are restored afterwards.
+
+    Args:
+        model: The model.
+        batches: Images and labels; with several processes, the share of this one.
+        autocast: Makes the context of the forward passes.
+        world: The processes over which the score is summed up.
+    """
     loss = correct = torch.zeros(())
     images = 0
-    try:
+    with preserved_modes(model):
+        model.eval()
         for x, y in batches:
             with autocast():
                 logits = model(x)
             loss = loss.to(x.device) + F.cross_entropy(logits.float(), y, reduction="sum")
             correct = correct.to(x.device) + (logits.argmax(1) == y).sum()
             images += len(y)
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
     if not world.alone:
         loss, correct, total = world.all_reduce(
             torch.stack([loss.double(), correct.double(), loss.new_tensor(images).double()])
@@ -55,20 +65,26 @@ def score(model: nn.Module, batches: Batches, autocast: Autocast = nullcontext, 
 def three_ways(
     model: nn.Module,
     fresh: Callable[[], Iterable[Tensor]],
-    average: EMA | None = None,
+    ema: EMA | None = None,
     autocast: Autocast = nullcontext,
 ) -> Generator[str]:
-    """The model put in three states, one after the other; the caller measures it in each.
+    """Put a model into the state of each score in turn, and yield the name of the score.
 
-    `plain`: as it stands. `reestimated`: BatchNorm statistics from `fresh` training images. `averaged`: averaged
-    weights with re-estimated statistics. Side by side, because an arm of a comparison that gets one of these for free
-    looks better than it is.
+    `plain` is the model as it is, `bn_recalibrated` has BatchNorm statistics recomputed from training images, and
+    `ema` has averaged weights and recomputed statistics. All three are reported, because an arm of a comparison that
+    gets one of them for free looks better than it is.
+
+    Args:
+        model: The model. Closing the generator restores it.
+        fresh: Returns the training images that statistics are recomputed from.
+        ema: The averaged weights; without them there is no `ema` score.
+        autocast: Makes the context of the forward passes that recompute statistics.
     """
     yield "plain"
-    with reestimated(model, fresh(), autocast):
+    with bn_recalibrated(model, fresh(), autocast):
         yield "bn_recalibrated"
-    if average is not None:
-        with weights_of(model, average.values), reestimated(model, fresh(), autocast):
+    if ema is not None:
+        with weights_of(model, ema.values), bn_recalibrated(model, fresh(), autocast):
             yield "ema"
 
 
@@ -76,10 +92,10 @@ def score_three_ways(
     model: nn.Module,
     test: Callable[[], Batches],
     fresh: Callable[[], Iterable[Tensor]],
-    average: EMA | None = None,
+    ema: EMA | None = None,
     autocast: Autocast = nullcontext,
     world: World = ALONE,
 ) -> dict[str, Score]:
-    """The score of the model in each of its three states."""
-    with closing(three_ways(model, fresh, average, autocast)) as ways:  # closed, the model is itself again
-        return {way: score(model, test(), autocast, world) for way in ways}
+    """Evaluate a model in the state of each score, see `three_ways` and `score`."""
+    with closing(three_ways(model, fresh, ema, autocast)) as names:  # an error leaves the model restored
+        return {name: score(model, test(), autocast, world) for name in names}

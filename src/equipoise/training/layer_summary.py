@@ -1,4 +1,4 @@
-"""How the sparse layers of a run are stored and computed, for people."""
+"""A summary of how the sparse layers of a run are stored and computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from equipoise.topology import Topology
 
 
 def describe_layers(topology: Topology) -> dict[str, dict[str, Any]]:
-    """Of every sparse layer its size, its active weights, and how it runs."""
+    """Return the size, the number of active weights and the implementation of every sparse layer, by name."""
     return {
         layer.name: {
             "size": layer.size,
@@ -22,7 +22,7 @@ def describe_layers(topology: Topology) -> dict[str, dict[str, Any]]:
 
 
 def summary(topology: Topology) -> str:
-    """In one line: the storage, and how many layers run how."""
+    """Describe the storage and the implementations of the layers in one line."""
     if not topology.layers:
         return "no sparse layer"
     runs = Counter(layer["runs"] for layer in describe_layers(topology).values())

@@ -1,4 +1,4 @@
-"""Learning rate schedules as pure functions of the step: nothing to save, nothing to resume."""
+"""Learning rate schedules: pure functions of the step, without state to save."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from equipoise.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """warmup: epochs over which the factor rises linearly to its first value."""
+    """Base of the schedules.
+
+    Args:
+        warmup: Epochs over which the learning rate rises linearly.
+    """
 
     warmup: float = 0.0
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
-            raise UserError(f"warmup={self.warmup}: epochs, not negative")
+            raise UserError(f"warmup={self.warmup}: a number of epochs, at least 0")
 
     def factor(self, step: int, epochs: int, steps_per_epoch: int) -> float:
-        """What the initial learning rate is multiplied with at a step (from 0)."""
+        """Return the factor of the initial learning rate at a step, counted from 0."""
         epoch = step / steps_per_epoch
         rise = min(1.0, (step + 1) / (self.warmup * steps_per_epoch)) if self.warmup else 1.0
         return rise * self.shape(epoch, epochs)
 
     def shape(self, epoch: float, epochs: int) -> float:
+        """Return the factor without warm-up at a fractional epoch."""
         return 1.0
 
 
@@ -36,10 +41,11 @@ class Constant(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Piecewise(Schedule):
-    """Falls to the given factors at the milestones.
+    """Falls to the given factors at the milestones; by default x0.1 at 50 % and x0.01 at 75 % (ITOP).
 
-    milestones: shares of training where below 1, epochs otherwise. factors: of the initial learning rate, one per
-    milestone. Default: x0.1 at 50 % and x0.01 at 75 % (ITOP).
+    Args:
+        milestones: Epochs, or fractions of the training if below 1, in increasing order.
+        factors: Factors of the initial learning rate, one per milestone.
     """
 
     milestones: tuple[float, ...] = (0.5, 0.75)
@@ -48,16 +54,16 @@ class Piecewise(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.milestones) != len(self.factors):
-            raise UserError(f"{len(self.milestones)} milestones and {len(self.factors)} factors: as many of each")
+            raise UserError(f"{len(self.milestones)} milestones and {len(self.factors)} factors: one per milestone")
         if list(self.milestones) != sorted(self.milestones):
-            raise UserError(f"milestones={list(self.milestones)}: in rising order")
+            raise UserError(f"milestones={list(self.milestones)}: must increase")
         if any(number < 0 for number in (*self.milestones, *self.factors)):
-            raise UserError("milestones and factors are not negative")
+            raise UserError("milestones and factors must be at least 0")
 
     def shape(self, epoch: float, epochs: int) -> float:
         current = 1.0
         for milestone, factor in zip(self.milestones, self.factors, strict=True):
-            # the small number: 0.55 * 100 is a little more than 55
+            # 0.55 * 100 is slightly more than 55
             if epoch >= (milestone * epochs * (1 - 1e-12) if milestone < 1 else milestone):
                 current = factor
         return current
@@ -65,14 +71,18 @@ class Piecewise(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Schedule):
-    """Falls by half a cosine to `end` of the initial learning rate (default 0)."""
+    """Falls by half a cosine to `end` of the initial learning rate.
+
+    Args:
+        end: The last factor of the initial learning rate.
+    """
 
     end: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.end < 0:
-            raise UserError(f"end={self.end}: a factor of the learning rate, not negative")
+            raise UserError(f"end={self.end}: a factor of the learning rate, at least 0")
 
     def shape(self, epoch: float, epochs: int) -> float:
         start = min(self.warmup, epochs)

@@ -1,42 +1,57 @@
-"""Sums over the batches of an epoch that stay on the device."""
+"""Loss and accuracy of an epoch, summed on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from equipoise.correction import NonFiniteLoss
+from equipoise.errors import NonFiniteLoss
 from equipoise.world import World
+
+LOSS, CORRECT, IMAGES, FIRST_BAD = range(4)
 
 
 class Meter:
-    """Loss, accuracy and the first batch whose loss was not finite; nothing is read before it is needed."""
+    """Sums of loss and accuracy, and the first batch whose loss was not finite; nothing is read before it is needed.
 
-    def __init__(self, device: torch.device) -> None:
-        # loss sum, correct, images, first bad batch
-        self.sums = torch.tensor([0.0, 0.0, 0.0, float("inf")], dtype=torch.float64, device=device)
+    Args:
+        device: The device of the sums.
+        tally: The function that adds a batch, compiled or not.
+    """
 
-    @torch.no_grad()
-    def see(self, batch: int, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        correct = (logits.argmax(1) == labels).sum()
-        self.sums[:3] += torch.stack(
-            [loss.double() * len(labels), correct.double(), correct.new_tensor(len(labels)).double()]
-        )
-        self.sums[3] = torch.where(loss.isfinite(), self.sums[3], self.sums[3].clamp(max=batch))
+    def __init__(self, device: torch.device, tally: Callable[..., None] | None = None) -> None:
+        self._tally = tally or add_batch
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._number = torch.zeros((), dtype=torch.float64, device=device)
+        self.reset()
 
-    def of_all(self, world: World) -> Meter:
-        """That of all processes together."""
+    def reset(self) -> None:
+        """Start a new epoch."""
+        self._sums.zero_()
+        self._sums[FIRST_BAD].fill_(torch.inf)
+
+    def begin_batch(self, number: int) -> None:
+        """Set the number of the coming batch."""
+        self._number.fill_(number)
+
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch; a CUDA graph can replay this."""
+        self._tally(self._sums, self._number, loss, logits, labels)
+
+    def all_reduce(self, world: World) -> Meter:
+        """The meter of all processes."""
         if world.alone:
             return self
-        total = Meter(self.sums.device)
-        total.sums[:3] = world.all_reduce(self.sums[:3])
+        total = Meter(self._sums.device)
+        total._sums[:FIRST_BAD] = world.all_reduce(self._sums[:FIRST_BAD])
         return total
 
     def check(self, epoch: int) -> None:
-        bad = float(self.sums[3])
+        """Refuse an epoch in which a loss was not finite."""
+        bad = float(self._sums[FIRST_BAD])
         if bad != float("inf"):
             raise NonFiniteLoss(
                 f"the loss is not finite at batch {int(bad) + 1} of epoch {epoch + 1}; "
@@ -45,19 +60,29 @@ class Meter:
 
     @property
     def loss(self) -> float:
-        return float(self.sums[0] / self.sums[2])
+        return float(self._sums[LOSS] / self._sums[IMAGES])
 
     @property
     def accuracy(self) -> float:
-        return float(self.sums[1] / self.sums[2])
+        return float(self._sums[CORRECT] / self._sums[IMAGES])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": self.sums}
+        return {"sums": self._sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sums.copy_(state["sums"])
+        self._sums.copy_(state["sums"])
+
+
+@torch.no_grad()
+def add_batch(sums: Tensor, number: Tensor, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+    """Add the mean loss and the correct predictions of batch `number` to the sums, in place."""
+    images = float(len(labels))
+    loss = loss.double()
+    correct = (logits.argmax(1) == labels).sum().double()
+    bad = torch.where(loss.isfinite(), sums[FIRST_BAD], torch.minimum(sums[FIRST_BAD], number))
+    sums.copy_(torch.stack([sums[LOSS] + loss * images, sums[CORRECT] + correct, sums[IMAGES] + images, bad]))
 
 
 def learned_nothing(losses: Sequence[float]) -> bool:
-    """Whether a training loss by epoch ends less than a hundredth below where it began; in five epochs at least."""
+    """Whether a training loss by epoch ends less than 1 % below where it began, after five epochs or more."""
     return len(losses) >= 5 and losses[-1] > 0.99 * losses[0] > 0

@@ -1,4 +1,4 @@
-"""The network of a run, as it is exported."""
+"""The network of a run, ready for export."""
 
 from __future__ import annotations
 
@@ -15,28 +15,34 @@ from equipoise.deploy.blueprint import Blueprint, Network
 from equipoise.deploy.export import check_weights
 from equipoise.errors import UserError
 from equipoise.models import MODELS
+from equipoise.modules import preserved_modes
 from equipoise.storage.pack import unpack
 from equipoise.topology.selection import unwrap
 from equipoise.training.evaluate import three_ways
-from equipoise.training.parts import autocast
+from equipoise.training.precision import autocast
 from equipoise.training.trainer import Trainer
 
 
 def network_of(trainer: Trainer, weights: str = "plain") -> Network:
-    """The run's network with the weights and statistics of one of the three ways that runs are scored."""
+    """Return the network of a run.
+
+    Args:
+        trainer: The run, at the checkpoint to export.
+        weights: The score whose weights and statistics are exported: `plain`, `bn_recalibrated` or `ema`.
+    """
     check_weights(weights)
     parts = trainer.parts
-    if weights == "ema" and parts.average is None:
-        raise UserError("the run keeps no average of its weights (ema=0); export its plain weights")
-    precision = partial(autocast, trainer.recipe, parts.device)
-    with closing(three_ways(parts.model, trainer.fresh_images, parts.average, precision)) as ways:
-        next(way for way in ways if way == weights)
+    if weights == "ema" and parts.ema is None:
+        raise UserError("the run has no averaged weights (ema=0); export its plain weights")
+    precision = partial(autocast, trainer.recipe.precision, parts.device)
+    with closing(three_ways(parts.model, trainer.recalibration_images, parts.ema, precision)) as scores:
+        next(score for score in scores if score == weights)
         state = _state(unwrap(parts.model))
     return Network(_blueprint(trainer), state)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The state_dict with its usual keys, whichever way the weights are stored, as a copy on the CPU."""
+    """Copy the state_dict to the CPU, with the same keys in both storages."""
     state, _ = unpack(model)
     return {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -46,17 +52,15 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _blueprint(trainer: Trainer) -> Blueprint:
-    """The model's options as the run found them from its data."""
+    """Collect the options that rebuild the model, including those that the run took from its data."""
     recipe, parts = trainer.recipe, trainer.parts
     model, loader = unwrap(parts.model), parts.loaders["test"]
     images = (3, loader.size, loader.size) if isinstance(loader, FolderLoader) else loader.batch(0, 0)[0].shape[1:]
-    flags = {module: module.training for module in model.modules()}
-    classes = model.eval()(torch.zeros(1, *images, device=parts.device)).shape[1]
-    for module, flag in flags.items():
-        module.training = flag
+    with preserved_modes(model):
+        classes = model.eval()(torch.zeros(1, *images, device=parts.device)).shape[1]
     options: dict[str, Any] = {"classes": classes, "channels": images[0]}
     if "size" in parameters_of(MODELS[recipe.model]) and not isinstance(loader, FolderLoader):
         options["size"] = images[-1]
-    buffers = dict(model.named_buffers())  # under their names in a packed model too, whose modules are others
+    buffers = dict(model.named_buffers())  # a packed model has other modules, but the same names of buffers
     mean, std = (tuple(buffers[f"normalize.{name}"].flatten().tolist()) for name in ("mean", "std"))
     return Blueprint(recipe.model, options | dict(recipe.model_options), tuple(images), mean, std)

@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are NaN or infinite: found at no cost to the steps, and named."""
+"""Losses, gradients and weights that are NaN or infinite: found at no cost, and reported with their layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from equipoise.correction import NonFiniteLoss
+from equipoise.errors import NonFiniteLoss
 from equipoise.training.convert_storage import plain_names
 
 ADVICE = "the last checkpoint is intact, lower the learning rate"
@@ -17,8 +17,8 @@ ADVICE = "the last checkpoint is intact, lower the learning rate"
 def check_loss(loss: Tensor, model: nn.Module, images: Tensor, epoch: int, batch: int) -> None:
     """Refuse a loss that is not finite, before its gradient is used. Epochs and batches are counted from 0.
 
-    The layer is searched for only then: that of a weight which the step before has spoilt, or the first one whose
-    output is not finite.
+    Only then is the layer searched for: that of a weight that is not finite after the previous step, or the first one
+    whose output is not finite.
     """
     if math.isfinite(loss.item()):
         return
@@ -29,7 +29,7 @@ def check_loss(loss: Tensor, model: nn.Module, images: Tensor, epoch: int, batch
 
 
 def check_weights(model: nn.Module, epoch: int, steps: int) -> None:
-    """Refuse weights that are not finite after so many steps of an epoch: the last of them had a bad gradient."""
+    """Refuse weights that are not finite after `steps` steps of an epoch: the last of them had a bad gradient."""
     named = plain_names(model)
     weights = [(named[id(p)], p.detach()) for p in model.parameters()]
     layer = _last_bad(weights)
@@ -37,15 +37,17 @@ def check_weights(model: nn.Module, epoch: int, steps: int) -> None:
         _refuse_gradient(layer, epoch, steps)
 
 
-def clip_gradients(model: nn.Module, largest: float, epoch: int, batch: int) -> None:
+def clip_gradients(
+    optimizer: torch.optim.Optimizer, model: nn.Module, largest: float, epoch: int, batch: int
+) -> None:
     """Scale the gradients down to a norm of at most `largest`; on a CPU refuse those that are not finite."""
-    parameters = list(model.parameters())
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
     try:
-        nn.utils.clip_grad_norm_(parameters, largest, error_if_nonfinite=parameters[0].device.type == "cpu")
+        nn.utils.clip_grad_norm_(stepped, largest, error_if_nonfinite=stepped[0].device.type == "cpu")
     except RuntimeError:
         named = plain_names(model)
-        layer = _last_bad([(named[id(p)], p.grad) for p in parameters if p.grad is not None])
-        _refuse_gradient(layer or "the model", epoch, batch + 1)  # else each is finite and their norm is too large
+        layer = _last_bad([(named[id(p)], p.grad) for p in model.parameters() if p.grad is not None])
+        _refuse_gradient(layer or "the model", epoch, batch + 1)  # or each is finite and their norm is too large
 
 
 def _refuse_gradient(layer: str, epoch: int, number: int) -> NoReturn:
@@ -57,7 +59,7 @@ def _place(epoch: int, number: int) -> str:
 
 
 def _last_bad(tensors: list[tuple[str, Tensor]]) -> str | None:
-    """The one nearest to the loss: from there a backward pass spoils all that come before it."""
+    """The bad one nearest to the loss: a backward pass carries it to all layers before."""
     if not tensors:
         return None
     sound = torch.stack([tensor.isfinite().all() for _, tensor in tensors]).tolist()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,22 +12,32 @@ from torch import Tensor, nn
 
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
+from equipoise.storage.flat import FlatParameters
 from equipoise.storage.packed_modules import PackedLayer
+
+Groups = list[dict[str, Any]]
 
 
 class SGDW(torch.optim.Optimizer):
-    """SGD with momentum and a weight decay of its own that falls with the learning rate.
+    """SGD with momentum and a decoupled weight decay that falls with the learning rate (BSR-Net).
 
-    w ← w - wd·(lr/lr₀)·w - lr·buf, buf ← μ·buf + g: the decay is not multiplied by lr itself but by how far lr
-    has fallen (BSR-Net, Özdenizci & Legenstein 2021).
+    buf ← μ·buf + g;  w ← w·(1 - wd·lr/lr₀) - lr·buf. The decay is not multiplied by lr itself but by how far lr has
+    fallen (Özdenizci & Legenstein 2021).
+
+    Args:
+        params: Parameters or groups.
+        lr: Learning rate at the start of training, lr₀; a tensor can be changed between replays of a CUDA graph.
+        momentum: μ.
+        weight_decay: wd.
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 5e-4
+        self, params: Iterable[Any], lr: float | Tensor = 0.1, momentum: float = 0.9, weight_decay: float = 5e-4
     ) -> None:
         if lr <= 0:
             raise UserError(f"lr={lr}: the learning rate is positive")
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "first_lr": lr})
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "first_lr": float(lr)}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
@@ -35,25 +46,41 @@ class SGDW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            live = [p for p in group["params"] if p.grad is not None]
-            if live:
-                self._step_group(group, live)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(group, parameter, parameter.grad)
         return loss
 
-    def _step_group(self, group: dict[str, Any], live: list[Tensor]) -> None:
-        for p in live:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [self.state[p]["momentum_buffer"] for p in live]
-        torch._foreach_mul_(buffers, group["momentum"])
-        torch._foreach_add_(buffers, [p.grad for p in live if p.grad is not None])
-        torch._foreach_mul_(live, 1 - group["weight_decay"] * group["lr"] / group["first_lr"])
-        torch._foreach_add_(live, buffers, alpha=-group["lr"])
+    def _step(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+        parameter.mul_(1 - group["weight_decay"] * group["lr"] / group["first_lr"])
+        if isinstance(group["lr"], Tensor):
+            parameter.addcmul_(buffer, group["lr"], value=-1)
+        else:
+            parameter.add_(buffer, alpha=-group["lr"])
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Set the learning rate of all groups."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """lr: at the start of training. weight_decay. decay_all: decay biases and norms too."""
+    """Options that all optimizers share.
+
+    Args:
+        lr: Learning rate at the start of training.
+        weight_decay: Weight decay.
+        decay_all: Whether biases and norms decay too.
+    """
 
     lr: float = 0.1
     weight_decay: float = 5e-4
@@ -68,10 +95,23 @@ class OptimizerOptions:
             if not 0 <= getattr(self, name, 0.0) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: in [0, 1), such as 0.9")
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+    def build(self, groups: Groups, capturable: bool = False) -> torch.optim.Optimizer:
+        """Make the optimizer.
+
+        Args:
+            groups: Parameters and weight decay of each group.
+            capturable: Whether a CUDA graph will replay its steps: the learning rate is then a tensor.
+        """
+        if not capturable:
+            return self._make(groups, self.lr)
+        warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
+        return self._make(groups, torch.tensor(self.lr, device=groups[0]["params"][0].device), fused=True)
+
+    def _make(self, groups: Groups, lr: float | Tensor, **options: bool) -> torch.optim.Optimizer:
         raise NotImplementedError
 
-    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+    def groups(self, model: nn.Module) -> Groups:
+        """The trainable parameters of a model, by weight decay."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         if self.decay_all:
             return [{"params": parameters, "weight_decay": self.weight_decay}]
@@ -89,9 +129,9 @@ class SGDOptions(OptimizerOptions):
     momentum: float = 0.9
     nesterov: bool = True
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+    def _make(self, groups: Groups, lr: float | Tensor, **options: bool) -> torch.optim.Optimizer:
         nesterov = self.nesterov and self.momentum > 0
-        return torch.optim.SGD(self.groups(model), lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+        return torch.optim.SGD(groups, lr=lr, momentum=self.momentum, nesterov=nesterov, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +140,8 @@ class SGDWOptions(OptimizerOptions):
 
     momentum: float = 0.9
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        return SGDW(self.groups(model), lr=self.lr, momentum=self.momentum)
+    def _make(self, groups: Groups, lr: float | Tensor, **options: bool) -> torch.optim.Optimizer:
+        return SGDW(groups, lr=lr, momentum=self.momentum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +153,9 @@ class AdamOptions(OptimizerOptions):
     beta1: float = 0.9
     beta2: float = 0.999
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.groups(model), lr=self.lr, betas=(self.beta1, self.beta2))
+    def _make(self, groups: Groups, lr: float | Tensor, **options: bool) -> torch.optim.Optimizer:
+        betas = (self.beta1, self.beta2)
+        return torch.optim.Adam(groups, lr=lr, betas=betas, capturable=bool(options), **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +164,63 @@ class AdamWOptions(AdamOptions):
 
     weight_decay: float = 1e-2
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.groups(model), lr=self.lr, betas=(self.beta1, self.beta2))
+    def _make(self, groups: Groups, lr: float | Tensor, **options: bool) -> torch.optim.Optimizer:
+        betas = (self.beta1, self.beta2)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, capturable=bool(options), **options)
 
 
 OPTIMIZERS: Catalogue[type[OptimizerOptions]] = Catalogue(
     "optimizer", {"sgd": SGDOptions, "sgdw": SGDWOptions, "adam": AdamOptions, "adamw": AdamWOptions}
 )
+
+
+class NamedState:
+    """The state of an optimizer by parameter name, whether it steps parameters or flat stretches of them.
+
+    Args:
+        optimizer: The optimizer.
+        named: The trainable parameters by name.
+        flat: Their layout, if the optimizer steps stretches.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, nn.Parameter]],
+        flat: FlatParameters | None = None,
+    ) -> None:
+        self._optimizer, self._named, self._flat = optimizer, named, flat
+
+    def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter if self._flat is None else self._flat.stretch_of(parameter)
+
+    def _view(self, parameter: nn.Parameter, value: Any) -> Any:
+        stepped = self._stepped(parameter)
+        whole = self._flat is not None and isinstance(value, Tensor) and value.shape == stepped.shape
+        return self._flat.view(parameter, value) if whole and self._flat is not None else value
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Momentum, moments and step counts of each parameter."""
+        state = self._optimizer.state
+        return {
+            name: {key: self._view(p, value) for key, value in state.get(self._stepped(p), {}).items()}
+            for name, p in self._named
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load what `state_dict` returned."""
+        self._optimizer.state.clear()
+        for name, parameter in self._named:
+            stepped = self._stepped(parameter)
+            own = self._optimizer.state[stepped]
+            for key, value in state[name].items():
+                if not isinstance(value, Tensor):
+                    own[key] = value
+                elif self._flat is not None and value.shape == parameter.shape:
+                    own.setdefault(key, torch.zeros_like(stepped))
+                    self._flat.view(parameter, own[key]).copy_(value)
+                else:
+                    own[key] = value.to(parameter.device, copy=True)
+            if not own:
+                del self._optimizer.state[stepped]

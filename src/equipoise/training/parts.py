@@ -3,151 +3,200 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
-from equipoise.config import parameters_of
 from equipoise.correction import Correction, Estimator
-from equipoise.data import Folder, FolderLoader, Images, Loader, ResizedCrop, Splits, load
-from equipoise.data.order import Order
+from equipoise.correction.gradients import Gradients
+from equipoise.data import Loader, load
 from equipoise.errors import UserError
-from equipoise.kernels import library as kernels
-from equipoise.models import MODELS, Normalize
 from equipoise.seeds import derive
+from equipoise.storage.flat import FlatParameters
 from equipoise.topology import Topology
 from equipoise.topology.ema import EMA
-from equipoise.topology.initial import plan_layers
-from equipoise.topology.packing import pack, why_not
+from equipoise.topology.packing import pack
+from equipoise.training.build_model import check_fit, make_model
+from equipoise.training.choose_storage import choose_storage
+from equipoise.training.engine import CudaEngine, Engine
+from equipoise.training.flat_gradients import FlatGradients
+from equipoise.training.loaders import AnyLoader, scoring_loaders, training_loader
+from equipoise.training.meter import Meter, add_batch
+from equipoise.training.passes import Passes
+from equipoise.training.precision import prepare_gpu
 from equipoise.training.recipe import Recipe
+from equipoise.training.step import Step
 from equipoise.training.sync_batchnorm import synchronise
 from equipoise.world import ALONE, World
-
-AnyLoader = Loader | FolderLoader
 
 
 @dataclass
 class Parts:
-    """All that training holds, made in one place so that a fresh run and a resumed one are made alike."""
+    """The objects of a run, made in one place so that a new run and a resumed one are made alike.
+
+    Attributes:
+        train: The training images, shuffled and augmented.
+        loaders: Every split in order, for scoring.
+        flat: The layout of the parameters in masked storage.
+    """
 
     device: torch.device
     model: nn.Module
     optimizer: torch.optim.Optimizer
     topology: Topology
     correction: Correction
-    average: EMA | None
-    train: AnyLoader  # shuffled and augmented
-    loaders: dict[str, AnyLoader]  # every split as it is, to score on
+    ema: EMA | None
+    train: AnyLoader
+    loaders: dict[str, AnyLoader]
+    flat: FlatParameters | None
+    engine: Engine
+    passes: Passes
+    meter: Meter
+    step: Step
 
     @property
     def judged_on(self) -> str:
-        """The split that epochs are judged on: the held-out images where there are any, else the test images."""
+        """The split that epochs are scored on: the held-out images if there are any, else the test images."""
         return "validation" if "validation" in self.loaders else "test"
 
 
-def make_parts(recipe: Recipe, world: World = ALONE) -> Parts:
+def make_parts(
+    recipe: Recipe,
+    world: World = ALONE,
+    engine: Engine | None = None,
+    on_startup: Callable[[float], None] = lambda seconds: None,
+) -> Parts:
+    """Make the objects of a run.
+
+    Args:
+        recipe: The recipe.
+        world: The processes that train together.
+        engine: Runs the steps; chosen from recipe and device by default.
+        on_startup: Called with seconds that an engine spends on compiling and capturing.
+    """
     device = find_device(recipe.device) if world.alone else world.device
     splits = load(recipe.data.name, recipe.data.root, recipe.data.validation, recipe.seed)
     torch.manual_seed(derive(recipe.seed, "model"))
-    prepare_gpu(recipe, device)
+    prepare_gpu(recipe.precision, device)
     model = synchronise(make_model(recipe, splits), world).to(device)
     world.broadcast(chain(model.parameters(), model.buffers()))  # processors may round differently
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     train = training_loader(recipe, splits.train, device, world)
     check_fit(model, train, len(splits.classes), device)
-    if choose_storage(recipe, model, device) == "packed":
+    packed = choose_storage(recipe, model, device) == "packed"
+    if packed:
         model = pack(model, recipe.topology)
-    optimizer = recipe.optimizer.build(model)
-    total = recipe.epochs * len(train)
-    topology = recipe.topology.attach(model, optimizer, total)
-    topology.join(world)
-    correction = attach_correction(recipe, model, topology, len(train))
-    correction.world = world
-    correction.cost = relative_cost(recipe, correction.estimator)
-    average = EMA(model, recipe.ema, topology) if recipe.ema else None
+    engine = engine or choose_engine(recipe, model, train, device, world, on_startup)
+    groups = recipe.optimizer.groups(model)
+    flat = None
+    if not packed:
+        flat = FlatParameters([group["params"] for group in groups])
+        groups = [{**group, "params": [s]} for group, s in zip(groups, flat.stretches, strict=True)]
+    optimizer = recipe.optimizer.build(groups, capturable=engine.captures)
+    topology = Topology(
+        recipe.topology,
+        model,
+        optimizer,
+        recipe.epochs * len(train),
+        flat=flat,
+        world=world,
+        compile=engine.compiled,
+        hooks=False,
+    )
+    passes = Passes(recipe, model, train, device, world, engine, flat)
+    gradients = Gradients() if flat is None else FlatGradients(passes, flat, engine)
+    correction = attach_correction(recipe, model, topology, len(train), gradients)
+    ema = EMA(model, recipe.ema, topology, flat) if recipe.ema else None
+    meter = Meter(device, engine.compiled(add_batch))
+    step = Step(model, optimizer, topology, correction, ema, train, passes, meter, engine, recipe.clip)
     loaders = scoring_loaders(recipe, splits, device, world)
-    return Parts(device, model, optimizer, topology, correction, average, train, loaders)
+    return Parts(
+        device, model, optimizer, topology, correction, ema, train, loaders, flat, engine, passes, meter, step
+    )
 
 
-PACKED_FROM = 0.9  # sparsity
+def choose_engine(
+    recipe: Recipe,
+    model: nn.Module,
+    loader: AnyLoader,
+    device: torch.device,
+    world: World,
+    on_startup: Callable[[float], None],
+) -> Engine:
+    """The CUDA engine on a GPU, unless the recipe says `eager` or the steps cannot be captured."""
+    if recipe.engine == "eager" or device.type != "cuda":
+        return Engine()
+    if reason := obstacle(recipe, model, loader, world):
+        warnings.warn(f"steps run in eager mode, which is slower: {reason}", stacklevel=2)
+        return Engine()
+    return CudaEngine(device, on_startup=on_startup)
 
 
-def choose_storage(recipe: Recipe, model: nn.Module, device: torch.device) -> str:
-    """What the recipe says or, where it leaves it open, packed on a CPU where that is the faster one."""
-    algorithm = recipe.topology
-    if recipe.storage == "masked" or algorithm.sparsity == 0:
-        return "masked"
-    if obstacle := _unpackable(recipe, model, device):
-        if recipe.storage == "packed":
-            raise UserError(f"storage=packed: {obstacle}; use storage=masked")
-        return "masked"
-    if recipe.storage == "packed":
-        return "packed"
-    layers = plan_layers(algorithm, model)
-    density = sum(layer.initial for layer in layers) / sum(layer.weight.numel() for layer in layers)
-    if density > 1 - PACKED_FROM + 1e-3:  # counts are rounded
-        return "masked"
-    if not kernels.available():
-        warnings.warn(f"weights are stored masked, which is slower: {kernels.reason()}", stacklevel=2)
-        return "masked"
-    return "packed"
+def obstacle(recipe: Recipe, model: nn.Module, loader: AnyLoader, world: World) -> str:
+    """Why the steps of a run cannot be captured; empty if they can."""
+    if not world.alone:
+        return "several processes average their gradients in between"
+    if not isinstance(loader, Loader):
+        return "the images are not on the device"
+    if any(isinstance(module, _DropoutNd) for module in model.modules()):
+        return "dropout draws new numbers in every pass"
+    if recipe.correction.when == "pays" and recipe.objective.attack_passes and recipe.full_pass != "clean":
+        return "a probe cannot attack ahead"
+    return ""
 
 
-def _unpackable(recipe: Recipe, model: nn.Module, device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"the kernels are for a CPU, and the device is {device}"
-    if recipe.precision == "bf16":
-        return "the kernels are for float32, and the precision is bf16"
-    if getattr(recipe.topology, "growth", "batch") == "corrected":
-        return 'growth="corrected" needs old gradients of inactive weights'
-    return why_not(model, recipe.topology)
+def attach_correction(
+    recipe: Recipe, model: nn.Module, topology: Topology, batches: int, gradients: Gradients
+) -> Correction:
+    """The correction of the recipe; if it leaves the mode open, in the cheapest mode that gives the same estimate.
 
-
-def attach_correction(recipe: Recipe, model: nn.Module, topology: Topology, batches: int) -> Correction:
-    """The recipe's correction; where it leaves the way open, by the cheapest that gives the same estimate.
-
-    That is `replay` if batches are known ahead and it fits, and `running` where an attack makes them at their step,
-    unless the recipe asks for a full pass by naming what it is computed on.
+    That is `replay` if batches are known ahead and their gradients fit in memory, and `running` if an attack makes the
+    batches at their step, unless the recipe asks for a full pass by naming the images that it is computed on.
     """
     estimator, named = recipe.correction, recipe.raw.get("correction")
-    said = isinstance(named, Mapping) and "mode" in named
-    possible = (
-        estimator.corrects
-        and estimator.source == "recompute"
+    is_open = (
+        not (isinstance(named, Mapping) and "mode" in named)
+        and estimator.corrects
+        and estimator.mode == "recompute"
         and estimator.batch_fraction == estimator.step_fraction == 1
     )
-    total = recipe.epochs * batches
-    if possible and not said and recipe.objective.attack_passes:
+
+    def attach(estimator: Estimator) -> Correction:
+        total, cost = recipe.epochs * batches, relative_cost(recipe, estimator)
+        return estimator.attach(
+            model, topology, total, recipe.seed, world=topology.world, cost=cost, gradients=gradients
+        )
+
+    if is_open and recipe.objective.attack_passes:
         if "full_pass" not in recipe.raw:
-            estimator = replace(estimator, mode="running")
-    elif possible and not said:
-        replaying = replace(estimator, mode="replay").attach(model, topology, total, recipe.seed)
-        if topology.world.all(replaying.plan(batches).fits(replaying.device)):
+            return attach(replace(estimator, mode="running"))
+    elif is_open:
+        replaying = attach(replace(estimator, mode="replay"))
+        if topology.world.all(replaying.estimate_cost(batches).fits(replaying.device)):
             return replaying
-    return estimator.attach(model, topology, total, recipe.seed)
+    return attach(estimator)
 
 
 def relative_cost(recipe: Recipe, estimator: Estimator) -> float:
-    """Passes of an epoch as a multiple of those without correction, attacks included.
+    """Passes of an epoch relative to those without correction, attacks included.
 
-    A forward pass counts 1, a backward pass 2, and one to the images alone, as an attack makes it, 1.
+    A forward pass counts 1, a backward pass 2, and a backward pass to the images alone, as in an attack, 1.
     """
     own = 3 * recipe.objective.loss_passes
     attack = 2 * recipe.objective.attack_passes
     extra = own * (estimator.cost - 1)
-    if recipe.full_pass == "adversarial" and estimator.source == "recompute":
+    if recipe.full_pass == "adversarial" and estimator.mode == "recompute":
         extra += attack
     return 1 + extra / (own + attack)
 
 
 def find_device(name: str) -> torch.device:
+    """The device of a recipe."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, number = name.partition(":")
@@ -156,98 +205,3 @@ def find_device(name: str) -> torch.device:
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise UserError(f"device={name}, but torch finds {torch.cuda.device_count()} GPUs here; use device=cpu")
     return torch.device(name)
-
-
-def make_model(recipe: Recipe, splits: Splits) -> nn.Module:
-    """The model for the dataset's classes, channels and image size, normalising by its statistics if it is to."""
-    factory = MODELS[recipe.model]
-    known = parameters_of(factory)
-    options = {"classes": len(splits.classes), "channels": len(splits.mean), **recipe.model_options}
-    if "size" in known and isinstance(splits.train, Images):
-        options.setdefault("size", splits.train.images.shape[-1])
-    try:
-        model = factory(**options)
-    except (UserError, RuntimeError, TypeError, MemoryError) as error:
-        raise UserError(f"model: {' '.join(str(error).split())[:200]}") from None
-    normalize = getattr(model, "normalize", None)
-    if isinstance(normalize, Normalize) and recipe.data.normalize:
-        normalize.set(splits.mean, splits.std)
-    return model
-
-
-@torch.no_grad()
-def check_fit(model: nn.Module, loader: AnyLoader, classes: int, device: torch.device) -> None:
-    """Show the model one image: one that it cannot take is found before the run begins, not at its first step."""
-    shape = (3, loader.size, loader.size) if isinstance(loader, FolderLoader) else loader.batch(0, 0)[0].shape[1:]
-    model.eval()
-    try:
-        logits = model(torch.zeros(1, *shape, device=device))
-    except RuntimeError as error:
-        size = "x".join(map(str, shape))
-        raise UserError(f"model: it does not take images of {size}: {' '.join(str(error).split())[:200]}") from None
-    model.train()
-    if logits.shape[1] < classes:
-        raise UserError(f"model: classes={logits.shape[1]}, and the data has {classes}")
-    if _has_single_image(loader.order) and any(isinstance(module, _BatchNorm) for module in model.modules()):
-        raise UserError("data: a batch has one image, which BatchNorm cannot normalise; set data.drop_last=true")
-
-
-def _has_single_image(order: Order) -> bool:
-    return order.batch == 1 or (order.count % order.batch == 1 and not order.drop_last)
-
-
-def training_loader(recipe: Recipe, part: Images | Folder, device: torch.device, world: World = ALONE) -> AnyLoader:
-    """The training images, in a new order and augmented anew in every epoch; this process's share of each batch."""
-    data = recipe.data
-    common: dict[str, Any] = {
-        "batch": data.batch,
-        "seed": derive(recipe.seed, "data"),
-        "drop_last": data.drop_last,
-        "device": device,
-        "fixed_batches": recipe.correction.fixed_batches,
-        "rank": world.rank,
-        "ranks": world.size,
-    }
-    if isinstance(part, Folder):
-        return FolderLoader(part, augment=ResizedCrop(), size=data.size, workers=data.workers, **common)
-    return Loader(part, augment=data.augment, **common)
-
-
-def scoring_loaders(
-    recipe: Recipe, splits: Splits, device: torch.device, world: World = ALONE
-) -> dict[str, AnyLoader]:
-    """`train`, `test` and, where images are held out, `validation`: all images in order, none augmented.
-
-    Of several processes each has its share of the images: every so-many-th, so that the shares of the first n images
-    are the first of each share.
-    """
-    data = recipe.data
-    common: dict[str, Any] = {"batch": data.test_batch, "shuffle": False, "device": device}
-    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    loaders: dict[str, AnyLoader] = {}
-    for name, part in parts.items():
-        if part is None:
-            continue
-        own = part if world.alone else part.subset(torch.arange(world.rank, len(part), world.size))
-        if isinstance(own, Folder):
-            loaders[name] = FolderLoader(own, size=data.size, workers=data.workers, **common)
-        else:
-            loaders[name] = Loader(own, **common)
-    return loaders
-
-
-def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[None]:
-    """bf16 where the recipe asks for it or leaves it open on a GPU."""
-    if recipe.precision == "bf16" or (recipe.precision == "auto" and device.type == "cuda"):
-        return torch.autocast(device.type, torch.bfloat16)
-    return nullcontext()
-
-
-def prepare_gpu(recipe: Recipe, device: torch.device) -> None:
-    """Settings of the process: TF32 unless float32 was asked for, and convolutions by measured speed."""
-    if device.type != "cuda":
-        return
-    exact = recipe.precision == "float32"
-    torch.set_float32_matmul_precision("highest" if exact else "high")
-    torch.backends.cudnn.allow_tf32 = not exact
-    torch.backends.cudnn.benchmark = True

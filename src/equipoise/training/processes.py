@@ -1,4 +1,4 @@
-"""Joining the processes that torchrun has started, and what is told apart by process in a run."""
+"""The processes that torchrun has started, and the part of a run's state that differs between them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from equipoise.correction.containers import copied
+from equipoise.correction.state import copy_state
 from equipoise.errors import UserError
-from equipoise.objectives import Objective
-from equipoise.objectives.ball import SharedGenerator
+from equipoise.objectives.norm_ball import SharedGenerator
 from equipoise.world import ALONE, World
 
-OWN = ("meter", "random")  # what each process has of its own, beside shares of the correction's state
+OWN = ("meter", "random")  # differ between processes
+OWN_CORRECTION = ("mode", "loss_pairs")  # likewise, in the state of the correction
 
 
 @contextmanager
 def joined(device: str) -> Iterator[World]:
-    """The processes that train together, for the time of the block: those of torchrun, or this one alone.
+    """Join the processes that torchrun has started, or this one alone, for the time of the block.
 
-    device: as a recipe names it. GPUs talk over nccl and each process has its own; CPUs talk over gloo.
+    Args:
+        device: Device of the recipe. Processes on GPUs have one each and communicate over nccl, those on CPUs over
+            gloo.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield ALONE
@@ -33,16 +35,16 @@ def joined(device: str) -> Iterator[World]:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-    # torchrun keeps the store over a restart: without a prefix the addresses of the dead would be found in it
+    # torchrun keeps the store over a restart: without a prefix it would hold the addresses of dead processes
     store = dist.PrefixStore(f"attempt {_attempt()}", store)  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
     yield World(rank, size, place)
-    dist.barrier()  # none leaves while another still talks
+    dist.barrier()  # no process leaves while another still communicates
     dist.destroy_process_group()  # not after an error: the others may wait for an answer, and torchrun ends them
 
 
 def restarted() -> bool:
-    """Whether torchrun has started these processes again, after one of them had died."""
+    """Whether torchrun has restarted the processes after one of them died."""
     return _attempt() != "0"
 
 
@@ -51,7 +53,7 @@ def _attempt() -> str:
 
 
 def own_device(name: str) -> torch.device:
-    """Where this one of the processes of a machine computes: on a GPU of its own, or on the CPU."""
+    """The device of this process: a GPU that no other process uses, or the CPU."""
     if name not in ("auto", "cpu", "cuda"):
         raise UserError(f"device={name}: several processes take a GPU each; use device=auto, cuda or cpu")
     gpus = torch.cuda.device_count() if name != "cpu" else 0
@@ -67,27 +69,14 @@ def own_device(name: str) -> torch.device:
     return torch.device("cuda", number)
 
 
-def weighed(world: World, batch: tuple[Tensor, ...], images: int) -> tuple[Tensor, ...]:
-    """This process's part of a batch of so many images, and behind it the weight of its loss: the mean over the
-    processes of the losses so weighed is the loss of the whole batch."""
-    if world.alone:
-        return batch
-    return (*batch, torch.tensor(world.size * len(batch[1]) / images, dtype=torch.float64))
-
-
-def weighed_loss(
-    world: World, objective: Objective, model: nn.Module, batch: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor]:
-    """The loss of such a batch, and the logits."""
-    if world.alone:
-        return objective.loss(model, *batch)
-    *own, weight = batch
-    loss, logits = objective.loss(model, *own)
-    return loss * weight, logits
-
-
 def own_generator(world: World, device: torch.device, images: int) -> torch.Generator:
-    """What draws for this process's part of a batch of so many images."""
+    """A generator whose draws for a batch are this process's share of those that one process would make.
+
+    Args:
+        world: The processes.
+        device: The device of the generator.
+        images: Number of images of the batch, over all processes.
+    """
     if world.alone:
         return torch.Generator(device)
     generator = SharedGenerator(device)
@@ -96,32 +85,32 @@ def own_generator(world: World, device: torch.device, images: int) -> torch.Gene
 
 
 def local_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a state is a process's own: its shares of old gradients and losses, its counts, its random numbers."""
+    """The part of a run's state that differs between processes."""
     correction = state["correction"]
-    own = {"source": correction["source"], "pairs": correction["pairs"], **{key: state[key] for key in OWN}}
-    return dict(copied(own, torch.device("cpu")))
+    own = {key: correction[key] for key in OWN_CORRECTION} | {key: state[key] for key in OWN}
+    return dict(copy_state(own, torch.device("cpu")))
 
 
 def taken_up(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """A saved state as this process goes on with it.
+    """A saved state as this process continues from it.
 
-    With as many processes as wrote it each takes its own part, and they go on bit for bit. With more or fewer every
-    one takes the mean of the shares, of which the mean over the new processes is the same again, and the first one
-    the counts.
+    With as many processes as saved it, each takes its own part, and they continue bit for bit. With more or fewer,
+    every process takes the mean of the parts, whose mean over the new processes is the same, and the first process
+    takes the sums of the meters.
     """
     if world.alone and not state.get("others"):
         return state
     parts = [local_part(state), *state.get("others", [])]
     own = parts[world.rank % len(parts)]
     if len(parts) != world.size:
-        own |= {key: _mean([part[key] for part in parts]) for key in ("source", "pairs")}
+        own |= {key: _mean([part[key] for part in parts]) for key in OWN_CORRECTION}
         own["meter"] = _total([part["meter"] for part in parts], world.leads)
-    correction = {**state["correction"], "source": own["source"], "pairs": own["pairs"]}
+    correction = {**state["correction"], **{key: own[key] for key in OWN_CORRECTION}}
     return {**state, "correction": correction, **{key: own[key] for key in OWN}}
 
 
 def _mean(values: list[Any]) -> Any:
-    """Nested containers alike, with the mean of their floating-point tensors and all else as in the first."""
+    """Nested containers with the mean of their floating-point tensors; everything else as in the first."""
     first = values[0]
     if isinstance(first, Tensor) and first.is_floating_point():
         return torch.stack(values).mean(0)

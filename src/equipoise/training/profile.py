@@ -1,4 +1,4 @@
-"""A trace of where the time of training steps goes."""
+"""A profile of training steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 
 class Profiler(Watcher):
-    """Traces the steps between the first and the second time it is told of some, when compiling is over.
+    """Writes a trace of a few steps for chrome://tracing or Perfetto.
 
-    The file opens in chrome://tracing and in Perfetto.
+    The steps are those between the first two calls of `step`, after compilation.
+
+    Args:
+        path: The file to write.
     """
 
     def __init__(self, path: Path) -> None:

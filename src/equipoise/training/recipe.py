@@ -1,19 +1,19 @@
-"""A recipe: everything a run is made of, as strict YAML."""
+"""Recipes: everything that a run is made of, as strict YAML."""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 
 from equipoise.catalogue import Catalogue, suggestion
-from equipoise.config import build, call, check_names, checked, convert, parameters_of, parse_yaml
+from equipoise.config import build, call, check_names, checked, convert, parameters_of, parse_yaml, split
 from equipoise.correction import CORRECTIONS, Estimator
 from equipoise.data import DATASETS, Augment
 from equipoise.errors import UserError
@@ -24,13 +24,52 @@ from equipoise.training.lr_schedule import SCHEDULES, Schedule
 from equipoise.training.optimizers import OPTIMIZERS, OptimizerOptions
 from equipoise.training.rollback import RollbackOptions
 
+CATALOGUES: dict[str, Catalogue[Any]] = {
+    "model": MODELS,
+    "topology": ALGORITHMS,
+    "objective": OBJECTIVES,
+    "correction": CORRECTIONS,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+}
+
+DEFAULT_NAMES = {
+    "model": "small",
+    "data": "digits",
+    "topology": "dense",
+    "objective": "standard",
+    "correction": "sgd",
+    "optimizer": "sgd",
+    "schedule": "piecewise",
+}
+
+OLD_NAMES = {
+    "average": "ema",
+    "reestimate": "bn_recalibration_batches",
+    "correction.way": "correction.mode",
+    "correction.share": "correction.step_fraction",
+    "correction.fraction": "correction.batch_fraction",
+    "correction.value": "correction.coefficient: {name: fixed, value: ...}",
+}
+"""Keys of earlier versions, and their names now."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """name: a dataset of the catalogue. root: where its files are. batch: images per step. validation: training
-    images held out. augment: random crops, shifts and flips of the training images, or none. normalize: whether the
-    model takes pixels to mean 0 and deviation 1 in its first layer or leaves them in [0, 1], as BSR-Net does. size,
-    workers: side of the squares and worker processes of image folders.
+    """The dataset and how its images are read.
+
+    Args:
+        name: A dataset of the catalogue.
+        root: Folder of its files.
+        batch: Images per training step.
+        test_batch: Images per batch in evaluations.
+        validation: Number of training images that are held out.
+        augment: Random crops, shifts and flips of the training images; `null` for none.
+        normalize: Whether the first layer of the model scales pixels to mean 0 and deviation 1. BSR-Net leaves them
+            in [0, 1].
+        drop_last: Whether the incomplete last batch of an epoch is left out.
+        size: Side of the square images that are cut from image folders.
+        workers: Processes that read image folders.
     """
 
     name: str = "digits"
@@ -53,8 +92,13 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """every: epochs between checkpoints. steps: also every so many steps; 0 is never. keep: how many. best: also one
-    at every epoch that is the best so far, which is kept.
+    """When checkpoints are written and how many are kept.
+
+    Args:
+        every: Epochs between checkpoints.
+        steps: Also write one every `steps` steps; 0 for never.
+        keep: Number of checkpoints that are kept.
+        best: Also write and keep a checkpoint of the best epoch so far.
     """
 
     every: int = 1
@@ -69,17 +113,44 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What to train and how. `raw` is the mapping it was made from, as it is saved beside the run."""
+    """What to train and how.
+
+    Args:
+        model: Name of a model of the catalogue.
+        model_options: Options of the model.
+        data: The dataset, see `DataOptions`.
+        topology: Which weights exist.
+        objective: The loss that is minimised.
+        correction: Which gradient is used.
+        optimizer: The optimizer and its learning rate.
+        schedule: The learning rate over time.
+        epochs: Epochs of training.
+        seed: The seed of the run. All other seeds are derived from it.
+        precision: `auto` is bf16 on a GPU and float32 on a CPU. With `float32` a GPU does not use TF32 either.
+        engine: `auto` compiles and captures the steps on a GPU; `eager` does not.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        storage: `masked` keeps sparse weights as dense tensors with zeros, `packed` as vectors of their active
+            values, which the CPU kernels use. `auto` packs on a CPU from 90 % sparsity if the model allows it.
+        ema: Decay of the exponential moving average of the weights; 0 for none.
+        bn_recalibration_batches: Training batches from which BatchNorm statistics are recomputed at evaluation.
+        full_pass: In adversarial training, the images of the full gradient g̃: `clean` as in the paper, or
+            `adversarial`, attacked at the snapshot. Without this key the correction is `running`, which needs no
+            full pass.
+        clip: Largest gradient norm; 0 for no clipping.
+        checkpoint: When checkpoints are written, see `CheckpointOptions`.
+        rollback: What happens if a loss or gradient is not finite, see `RollbackOptions`.
+        raw: The mapping that the recipe was made from. It is saved in the run folder.
+    """
 
     model: str
     model_options: Mapping[str, Any]
     data: DataOptions
     topology: Algorithm
-    objective: Objective
-    correction: Estimator
-    optimizer: OptimizerOptions
-    schedule: Schedule
-    epochs: int
+    objective: Annotated[Objective, OBJECTIVES]
+    correction: Annotated[Estimator, CORRECTIONS]
+    optimizer: Annotated[OptimizerOptions, OPTIMIZERS]
+    schedule: Annotated[Schedule, SCHEDULES]
+    epochs: int = 10
     seed: int = 0
     precision: Literal["auto", "float32", "bf16"] = "auto"
     engine: Literal["auto", "eager"] = "auto"
@@ -93,100 +164,53 @@ class Recipe:
     rollback: RollbackOptions = field(default_factory=RollbackOptions)
     raw: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise UserError(f"epochs={self.epochs}: at least 1")
+        if not 0 <= self.ema < 1:
+            raise UserError(f"ema={self.ema}: the decay of the weight average, at least 0 and below 1")
+        if self.bn_recalibration_batches < 1:
+            raise UserError(f"bn_recalibration_batches={self.bn_recalibration_batches}: at least 1 batch")
+        if self.clip < 0:
+            raise UserError(f"clip={self.clip}: the largest gradient norm, 0 for no clipping")
+        if self.objective.attack_passes and self.correction.corrects and self.correction.mode == "replay":
+            raise UserError("replay needs batches that are known ahead, and attacked ones are not; use mode=running")
+
     @property
     def kinds(self) -> dict[str, str]:
-        """What a checkpoint must be of, to go on from it."""
+        """The names that a checkpoint and a recipe must have in common."""
         parts = {"topology": self.topology, "correction": self.correction, "optimizer": self.optimizer}
         return {"model": self.model, **{name: type(part).__name__ for name, part in parts.items()}}
 
 
-DEFAULTS: dict[str, Any] = {
-    "model": "small",
-    "data": "digits",
-    "topology": "dense",
-    "objective": "standard",
-    "correction": "sgd",
-    "optimizer": "sgd",
-    "schedule": "piecewise",
-    "epochs": 10,
-}
-
-PLAIN: dict[str, Any] = {
-    "epochs": int,
-    "seed": int,
-    "precision": Literal["auto", "float32", "bf16"],
-    "engine": Literal["auto", "eager"],
-    "device": str,
-    "storage": Literal["auto", "masked", "packed"],
-    "ema": float,
-    "bn_recalibration_batches": int,
-    "full_pass": Literal["clean", "adversarial"],
-    "clip": float,
-    "checkpoint": CheckpointOptions,
-    "rollback": RollbackOptions,
-}
-"""The keys of a recipe that are not chosen by name, and their types: see `Recipe` for the defaults.
-
-precision: `auto` is bf16 on a GPU and float32 elsewhere; with float32 a GPU uses no TF32 either. engine: `auto`
-compiles and captures the steps on a GPU. storage: `masked` keeps sparse weights as dense tensors with zeros, `packed`
-as the vectors of their active values, which the CPU kernels run on; `auto` packs on a CPU from 90 % sparsity on,
-where the model allows it. ema: decay of the weight average, 0 for none. bn_recalibration_batches:
-training batches that BatchNorm statistics are estimated anew from at evaluation. full_pass: what g̃ is computed on in
-adversarial training, clean images (the paper) or such as are attacked at the snapshot; a recipe that names neither
-corrects by `running`, which needs no full pass. clip: largest gradient norm, 0 for none. rollback: whether a loss or
-a gradient that is not finite stops the run or sends it back to its last checkpoint, see `RollbackOptions`.
-"""
+KEYS = [f.name for f in fields(Recipe) if f.name not in ("model_options", "raw")]
+"""The keys of a recipe file."""
 
 
 def make_recipe(raw: Mapping[str, Any]) -> Recipe:
-    """Check a mapping as read from YAML and make every part of it."""
-    check_names(raw, {*DEFAULTS, *PLAIN}, "recipe")
-    full = {**DEFAULTS, **raw}
-    seed = convert(full.get("seed", 0), int, "seed")
-    plain = {key: convert(full[key], hint, key) for key, hint in PLAIN.items() if key in full}
-    if plain["epochs"] < 1:
-        raise UserError(f"epochs={plain['epochs']}: at least 1")
-    if not 0 <= plain.get("ema", 0.5) < 1:
-        raise UserError(f"ema={plain['ema']}: the decay of the weight average, 0 for none, below 1")
-    if plain.get("bn_recalibration_batches", 1) < 1:
-        raise UserError(f"bn_recalibration_batches={plain['reestimate']}: at least 1 batch")
-    if plain.get("clip", 0) < 0:
-        raise UserError(f"clip={plain['clip']}: the largest gradient norm, 0 for none")
+    """Check a mapping as read from YAML and build every part of it.
+
+    Raises:
+        UserError: If a key is unknown or a value is wrong.
+    """
+    _refuse_old_names(raw, "recipe")
+    check_names(raw, KEYS, "recipe")
+    full = {**DEFAULT_NAMES, **raw}
     model, options = split(full["model"], "model")
     data, data_options = split(full["data"], "data")
-    recipe = Recipe(
-        model=model,
-        model_options=checked(MODELS[model], options, "model"),
-        data=build(DataOptions, {"name": data, **data_options}, "data"),
-        topology=_topology(full["topology"], seed),
-        objective=choose(OBJECTIVES, full["objective"], "objective"),
-        correction=choose(CORRECTIONS, full["correction"], "correction"),
-        optimizer=choose(OPTIMIZERS, full["optimizer"], "optimizer"),
-        schedule=choose(SCHEDULES, full["schedule"], "schedule"),
-        raw=copy.deepcopy(dict(raw)),
-        **plain,
-    )
-    if recipe.objective.attack_passes and recipe.correction.corrects and recipe.correction.source == "replay":
-        raise UserError("replay needs batches known ahead, and an attack makes them at their step; use mode=running")
-    return recipe
-
-
-def split(value: Any, where: str) -> tuple[str, dict[str, Any]]:
-    """`rigl`, or `{name: rigl, sparsity: 0.9}`, as a name and its options."""
-    if isinstance(value, str):
-        return value, {}
-    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
-        return value["name"], {key: item for key, item in value.items() if key != "name"}
-    raise UserError(f"{where}: expected a name, or keys and values with a name among them")
-
-
-def choose(catalogue: Catalogue[Any], value: Any, where: str) -> Any:
-    name, options = split(value, where)
-    return build(catalogue[name], options, where)
+    values: dict[str, Any] = {
+        "model": model,
+        "model_options": checked(MODELS[model], options, "model"),
+        "data": build(DataOptions, {"name": data, **data_options}, "data"),
+        "topology": _topology(full["topology"], convert(full.get("seed", 0), int, "seed")),
+    }
+    hints = get_type_hints(Recipe, include_extras=True)
+    values |= {key: convert(value, hints[key], key) for key, value in full.items() if key not in values}
+    return Recipe(**values, raw=copy.deepcopy(dict(raw)))
 
 
 def _topology(value: Any, seed: int) -> Algorithm:
-    """An algorithm by name; with `-itop` after it, on ITOP's schedule."""
+    """Build an algorithm by name; the suffix `-itop` puts it on ITOP's schedule."""
     name, options = split(value, "topology")
     base = name.removesuffix("-itop")
     cls = ALGORITHMS[base]
@@ -198,13 +222,22 @@ def _topology(value: Any, seed: int) -> Algorithm:
     return call(cls.itop, checked(cls, options, "topology"), "topology")
 
 
+def _refuse_old_names(raw: Mapping[str, Any], where: str) -> None:
+    for old, new in OLD_NAMES.items():
+        part, _, key = old.rpartition(".")
+        options = raw.get(part) if part else raw
+        if isinstance(options, Mapping) and key in options:
+            raise UserError(f'{where}: "{old}" is now called "{new}"')
+
+
 # Reading
 
 
 def read_recipe(*sources: str) -> dict[str, Any]:
-    """Recipes by file, or by name among those that come with the package; later ones are laid over earlier ones.
+    """Read recipes and merge them; later ones override earlier ones, see `lay_over`.
 
-    A recipe may name another as its `base` and say only what differs.
+    Args:
+        sources: Files, or names of packaged recipes. A recipe may name another one as its `base`.
     """
     result: dict[str, Any] = {}
     for source in sources:
@@ -220,24 +253,25 @@ def _read_with_base(source: str, seen: list[str]) -> dict[str, Any]:
     if not isinstance(base, str):
         raise UserError(f"{source}: base is the name or the file of another recipe")
     if _is_file_name(base):
-        base = os.path.normpath(Path(source).parent / base)  # beside the recipe that names it
+        base = os.path.normpath(Path(source).parent / base)
     if base in seen:
         raise UserError(f"{source}: its base leads back to itself")
     return lay_over(_read_with_base(base, [*seen, source, base]), raw)
 
 
 def lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of the same name, or of none, takes the options given; a part of another name takes its place."""
+    """Merge two recipes.
+
+    A part of `over` with the same name as in `base`, or without a name, adds its options; a part with another name
+    replaces the one in `base`.
+    """
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        old = {"name": old} if isinstance(old, str) and key in DEFAULTS else old
-        if (
-            isinstance(old, Mapping)
-            and isinstance(value, Mapping)
-            and value.get("name", old.get("name")) == old.get("name")
-        ):
-            value = {**old, **value}
+        old = {"name": old} if isinstance(old, str) and key in DEFAULT_NAMES else old
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            name = old.get("name")
+            value = {**old, **value} if value.get("name", name) == name else value
         result[key] = value
     return result
 
@@ -248,11 +282,15 @@ def _read_one(source: str) -> dict[str, Any]:
             text = Path(source).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read the recipe {source}: {error}") from None
+    elif source in (known := packaged_recipes()):
+        text = (resources.files("equipoise") / "recipes" / f"{source}.yaml").read_text()
     else:
-        text = _packaged(source)
+        hint = suggestion(source, list(known))
+        raise UserError(f'no recipe is called "{source}" and there is no such file{hint}')
     raw = parse_yaml(text, source)
     if not isinstance(raw, Mapping) or not all(isinstance(key, str) for key in raw):
         raise UserError(f"{source}: a recipe is keys and values, such as `model: vgg_c`")
+    _refuse_old_names(raw, source)
     return dict(raw)
 
 
@@ -261,21 +299,25 @@ def _is_file_name(source: str) -> bool:
 
 
 def packaged_recipes() -> dict[str, str]:
-    """The recipes that come with the package and the comment in their first line, by name."""
+    """Return the comment in the first line of every packaged recipe, by name."""
     folder = resources.files("equipoise") / "recipes"
     files = {f.name.removesuffix(".yaml"): f for f in folder.iterdir() if f.name.endswith(".yaml")}
     return {name: files[name].read_text().partition("\n")[0].lstrip("# ") for name in sorted(files)}
 
 
-def _packaged(name: str) -> str:
-    if name not in packaged_recipes():
-        hint = suggestion(name, list(packaged_recipes()))
-        raise UserError(f'no recipe is called "{name}" and there is no such file{hint}')
-    return (resources.files("equipoise") / "recipes" / f"{name}.yaml").read_text()
+def dump_recipe(raw: Mapping[str, Any]) -> str:
+    """Return a recipe as YAML."""
+    return yaml.safe_dump(dict(raw), sort_keys=False)
+
+
+# Overrides
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`key=value` and `part.key=value`. A new name for a part keeps the options that it knows too."""
+    """Set `key=value` and `part.key=value` in a copy of a recipe.
+
+    A part that gets another name keeps the options that both have.
+    """
     result = copy.deepcopy(dict(raw))
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -285,19 +327,9 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     return result
 
 
-CATALOGUES: dict[str, Catalogue[Any]] = {
-    "model": MODELS,
-    "topology": ALGORITHMS,
-    "objective": OBJECTIVES,
-    "correction": CORRECTIONS,
-    "optimizer": OPTIMIZERS,
-    "schedule": SCHEDULES,
-}
-
-
 def _set(raw: dict[str, Any], key: str, value: Any) -> None:
     *outer, last = key.split(".")
-    inner, defaults = raw, DEFAULTS
+    inner, defaults = raw, DEFAULT_NAMES
     for word in outer:
         found = inner.get(word, defaults.get(word))
         found = {"name": found} if isinstance(found, str) else {} if found is None else found
@@ -309,7 +341,7 @@ def _set(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _renamed(part: str, old: Any, name: str) -> Any:
-    """The part under its new name, with those of its options that this has too."""
+    """Return a part under another name, with the options that the new one has too."""
     if not isinstance(old, dict) or "name" not in old:
         return name
     known = set(old)
@@ -317,7 +349,3 @@ def _renamed(part: str, old: Any, name: str) -> Any:
         base = name.removesuffix("-itop") if part == "topology" else name
         known = set(parameters_of(CATALOGUES[part][base]))
     return {**{key: item for key, item in old.items() if key in known}, "name": name}
-
-
-def dump_recipe(raw: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(raw), sort_keys=False)

@@ -1,4 +1,4 @@
-"""Going back to the last checkpoint with a smaller learning rate, where a loss or a gradient was not finite."""
+"""Return to the last checkpoint with a smaller learning rate after a loss or gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from equipoise.correction import NonFiniteLoss
-from equipoise.errors import UserError
+from equipoise.errors import NonFiniteLoss, UserError
 
 if TYPE_CHECKING:
     from equipoise.training.trainer import Trainer
@@ -15,8 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RollbackOptions:
-    """times: how often a run may go back; 0 stops it with an error instead. factor: what the learning rate is
-    multiplied with each time, for the rest of the run.
+    """What happens if a loss or gradient is not finite.
+
+    Args:
+        times: How often a run may return to its last checkpoint; 0 stops it with an error instead.
+        factor: The learning rate is multiplied by it each time, for the rest of the run.
     """
 
     times: int = 0
@@ -24,13 +26,13 @@ class RollbackOptions:
 
     def __post_init__(self) -> None:
         if self.times < 0:
-            raise UserError(f"times={self.times}: how often a run may go back, 0 for never")
+            raise UserError(f"times={self.times}: how often a run may roll back, 0 for never")
         if not 0 < self.factor < 1:
-            raise UserError(f"factor={self.factor}: of the learning rate, between 0 and 1, such as 0.5")
+            raise UserError(f"factor={self.factor}: a factor of the learning rate between 0 and 1, such as 0.5")
 
 
 def begin(trainer: Trainer) -> None:
-    """See to it that there is a checkpoint to go back to, even from the first step."""
+    """Write a first checkpoint if the run may roll back and has none."""
     if trainer.recipe.rollback.times:
         folder = trainer.folder
         if trainer.world.broadcast_object(folder is not None and not folder.store.paths()):
@@ -38,9 +40,9 @@ def begin(trainer: Trainer) -> None:
 
 
 def roll_back(trainer: Trainer, error: NonFiniteLoss) -> None:
-    """Stand at the newest sound checkpoint again, or raise the error where that is not wanted or not possible.
+    """Restore the newest valid checkpoint, or raise `error` if the recipe does not allow it or there is none.
 
-    A run that is killed afterwards and resumed meets the same error at the same step, and goes back as this one did.
+    A run that is killed afterwards and resumed meets the same error at the same step, and rolls back as well.
     """
     options, folder, done = trainer.recipe.rollback, trainer.folder, trainer.rollbacks
     state = folder.store.newest() if folder is not None and done < options.times else None

@@ -1,4 +1,4 @@
-"""What a run has cost and what its network costs: FLOPs by layer, passes over samples, seconds, memory."""
+"""The cost of a run and of its network: FLOPs by layer, passes over samples, seconds, memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from equipoise.training.trainer import Trainer
 
 
 def measure_cost(trainer: Trainer) -> dict[str, Any]:
-    """FLOPs of one image by layer at the densities of now, and all that the run has computed so far.
+    """Count the FLOPs of one image at the current densities, and the cost of the run so far.
 
-    `inference` and `training` are of one image; `run` is everything since the first step, its sparse FLOPs None where
-    densities have changed on the way, which are only known as they are now. Passes are over samples: an attack's are
-    among them, and the gradients of all places that growth by gradient looks at. seconds: of training alone.
-    peak_memory: of the GPU in bytes, None on a CPU.
+    Returns:
+        inference, training: FLOPs of one image, dense and sparse.
+        run: FLOPs since the first step. The sparse ones are `None` if densities have changed during the run, because
+            only the current ones are known.
+        passes: Passes over samples, with those of attacks and of dense gradients for growth.
+        seconds: Seconds of training.
+        peak_memory: Of the GPU, in bytes; `None` on a CPU.
+        parameters, active: Numbers of weights.
+        layers: FLOPs of one image by layer.
     """
     layers = layer_costs(trainer)
     image, passes = total(layers), passes_so_far(trainer)
@@ -43,16 +48,16 @@ def measure_cost(trainer: Trainer) -> dict[str, Any]:
 
 
 def layer_costs(trainer: Trainer) -> list[LayerCost]:
-    """FLOPs of one image, layer by layer."""
+    """Count the FLOPs of one image by layer."""
     parts = trainer.parts
-    size = parts.train.size if isinstance(parts.train, FolderLoader) else None  # no file needs to be read for it
+    size = parts.train.size if isinstance(parts.train, FolderLoader) else None  # without reading a file
     shape = parts.train.batch(0, 0)[0].shape[1:] if size is None else torch.Size([3, size, size])
     densities = {layer.name: layer.active / layer.size for layer in parts.topology.layers if layer.index is None}
     return count(parts.model, torch.zeros(1, *shape, device=parts.device), densities)
 
 
 def passes_so_far(trainer: Trainer) -> Passes:
-    """All passes of the run over samples, from its counts of batches and its mean batch size."""
+    """Count the passes of the run over samples, from its passes over batches and its mean batch size."""
     parts, objective = trainer.parts, trainer.recipe.objective
     size = trainer.images / trainer.step if trainer.step else 0.0
     forward, backward = (
@@ -60,12 +65,12 @@ def passes_so_far(trainer: Trainer) -> Passes:
     )
     wish = parts.topology.algorithm.dense_gradient
     steps = {"never": 0, "at updates": parts.topology.updates, "always": parts.topology.steps}[wish]
-    attack = Passes.attack(round(trainer.attacks * size), objective.attack_passes)
+    attack = Passes.attack(round(trainer.parts.passes.attacks * size), objective.attack_passes)
     return Passes(forward, backward, backward, min(backward, round(steps * size))) + attack
 
 
 def _same_density(trainer: Trainer) -> bool:
-    """Whether every step so far had the density of now, to 1 %: BSR-Net drifts, GMP and GraNet prune on the way."""
+    """Whether all steps had the current density, to 1 %. BSR-Net drifts, GMP and GraNet prune during training."""
     topology = trainer.parts.topology
     near = all(abs(line["density"] - topology.density) <= 0.01 * topology.density for line in _lines(trainer))
     return near and not isinstance(topology.algorithm, GMP)
@@ -76,6 +81,6 @@ def _lines(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def _peak_memory(trainer: Trainer) -> int | None:
-    """As the run's last epoch has written it; this process may be another one, on another device."""
+    """Read the value of the last epoch from the metrics; this process may run on another device."""
     lines = _lines(trainer)
     return lines[-1].get("peak_memory") if lines else None

@@ -1,4 +1,4 @@
-"""The folder of a run: its recipe, one JSON line per epoch, its checkpoints, its result."""
+"""The folder of a run: recipe, metrics, checkpoints and result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ except ImportError:  # Windows
 
 
 class RunFolder:
-    """recipe.yaml, metrics.jsonl, checkpoints/, result.json."""
+    """The files recipe.yaml, metrics.jsonl (one line per epoch), checkpoints/ and result.json.
+
+    Args:
+        path: The folder.
+        keep: Number of checkpoints that are kept.
+    """
 
     def __init__(self, path: Path, keep: int = 2) -> None:
         self.path = path
@@ -30,25 +35,26 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, raw: Mapping[str, Any], keep: int = 2) -> RunFolder:
-        """A new run; an existing one is never written over."""
+        """Create the folder of a new run; an existing one is never overwritten."""
         if in_use(path):
-            raise UserError(f"{path} exists; `equipoise resume {path}` goes on with it, --out names another folder")
+            raise UserError(f"{path} exists; `equipoise resume {path}` continues it, --out names another folder")
         folder = cls(path, keep)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            folder._write(path / "recipe.yaml", dump_recipe(raw))
+            write_whole(path / "recipe.yaml", dump_recipe(raw).encode())
         except OSError as error:
             raise UserError(f"cannot write to {path}: {error.strerror}") from None
         return folder
 
     @classmethod
-    def open(cls, path: Path, keep: int = 2) -> RunFolder:
-        if not os.path.isfile(path / "recipe.yaml"):  # False, too, for a path that cannot be
+    def open(cls, path: Path) -> RunFolder:
+        """Open the folder of an existing run."""
+        if not os.path.isfile(path / "recipe.yaml"):  # unlike Path.is_file, False for a name that is too long
             raise UserError(f"{path} is not a run: it has no recipe.yaml")
-        return cls(path, keep)
+        return cls(path)
 
     def claim(self) -> None:
-        """Hold the run until `release` or the end of this process: two that train into one folder would spoil it."""
+        """Lock the run until `release` or the end of this process, so that no other process trains it as well."""
         if self._claim is not None or fcntl is None:
             return
         file = open(self.path / ".lock", "w")  # noqa: SIM115
@@ -62,11 +68,13 @@ class RunFolder:
         self._claim = file
 
     def release(self) -> None:
+        """Unlock the run."""
         if self._claim is not None:
             self._claim.close()
             self._claim = None
 
     def recipe(self) -> dict[str, Any]:
+        """Read recipe.yaml."""
         return read_recipe(str(self.path / "recipe.yaml"))
 
     @property
@@ -74,28 +82,31 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def append(self, line: Mapping[str, Any]) -> None:
+        """Append the metrics of an epoch."""
         with open(self.metrics_file, "a", encoding="utf-8") as file:
             file.write(strict_json(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The epochs so far."""
+        """Read the metrics of all epochs so far."""
         return read_epochs(self.metrics_file)
 
     def forget_after(self, epoch: int) -> None:
-        """Leave out the lines of epochs that a resumed run will do again."""
+        """Remove the metrics of epochs that a resumed run repeats."""
         kept = [line for line in self.metrics() if line["epoch"] <= epoch]
-        self._write(self.metrics_file, "".join(strict_json(line) + "\n" for line in kept))
+        write_whole(self.metrics_file, "".join(strict_json(line) + "\n" for line in kept).encode())
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        self._write(self.path / "result.json", strict_json(result, indent=2) + "\n")
+        """Write result.json."""
+        write_whole(self.path / "result.json", f"{strict_json(result, indent=2)}\n".encode())
 
     @property
     def has_result(self) -> bool:
         return (self.path / "result.json").is_file()
 
     def result(self) -> dict[str, Any] | None:
+        """Read result.json; `None` if the run is not finished."""
         path = self.path / "result.json"
         if not path.is_file():
             return None
@@ -104,18 +115,14 @@ class RunFolder:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise UserError(f"{path} is damaged; remove it, and `equipoise resume {self.path}` writes it again")
+            raise UserError(f"{path} is damaged; remove it and run `equipoise resume {self.path}` to write it again")
         return found
-
-    def _write(self, path: Path, text: str) -> None:
-        """Whole or not at all, like a checkpoint."""
-        write_whole(path, text.encode())
 
 
 def read_epochs(file: Path) -> list[dict[str, Any]]:
-    """The lines of a file that has one for each epoch, none where there is no file.
+    """Read a file with one JSON line per epoch; an empty list if there is no file.
 
-    What is no such line, as the last one that a kill has cut short, is left out.
+    Other lines are skipped, such as a last line that was cut short when the process was killed.
     """
     if not file.is_file():
         return []
@@ -131,16 +138,20 @@ def read_epochs(file: Path) -> list[dict[str, Any]]:
 
 
 def in_use(path: Path) -> bool:
-    """Whether a new run may not be put there; what a run that was killed at its very start has left is nothing."""
+    """Return whether a path cannot become the folder of a new run.
+
+    A folder with only the temporary file of a run that was killed at its start can.
+    """
     return path.exists() and (not path.is_dir() or any(each.name != ".recipe.yaml.tmp" for each in path.iterdir()))
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
+    """Format a value as JSON, see `strict`."""
     return json.dumps(strict(value), indent=indent, allow_nan=False)
 
 
 def strict(value: Any) -> Any:
-    """Without NaN and infinity, which JSON does not have: they become null."""
+    """Replace NaN and infinity, which JSON does not have, by `None`."""
     if isinstance(value, Mapping):
         return {key: strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

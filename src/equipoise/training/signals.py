@@ -1,4 +1,4 @@
-"""Stopping on request: the first signal lets the step end and a checkpoint be written, the second ends at once."""
+"""Stopping by signal: after the first one the step ends and a checkpoint is written, the second exits at once."""
 
 from __future__ import annotations
 
@@ -17,48 +17,52 @@ _caught: signal.Signals | None = None
 
 
 class Stopped(BaseException):
-    """Work was left off because a signal asked for it; what there is of it is on the disk.
+    """The work was stopped by a signal, and its state is saved.
 
-    Not an `Exception`: whoever goes on after the failure of one job must not go on after this.
+    Not an `Exception`, so that code which continues after a failed job does not continue after this.
     """
 
 
 def requested() -> bool:
-    """Whether a signal has asked to stop; a training loop looks after each step."""
+    """Return whether a signal has asked to stop. A training loop checks this after each step."""
     return _caught is not None
 
 
 def check() -> None:
-    """Leave off here if a signal has asked for it."""
+    """Raise `Stopped` if a signal has asked to stop."""
     if requested():
         raise Stopped
 
 
 @contextmanager
-def stoppable(how_to_go_on: str) -> Iterator[None]:
-    """Around work that looks at `requested` and raises `Stopped` once all is saved.
+def stoppable(command: str) -> Iterator[None]:
+    """Handle SIGTERM and SIGINT during the block, which checks `requested` and raises `Stopped` when all is saved.
 
-    It then ends the process with one line, which names the command that goes on with the work, and the status that a
-    shell gives to a process that a signal has ended: 143 for SIGTERM, 130 for Ctrl-C.
+    The process then prints one line and exits with the status that a shell gives to a process ended by a signal: 143
+    for SIGTERM, 130 for Ctrl-C.
+
+    Args:
+        command: The command that continues the work. The line names it.
     """
-    if threading.current_thread() is not threading.main_thread():  # where Python takes no handlers
+    if threading.current_thread() is not threading.main_thread():  # Python takes handlers in the main thread only
         yield
         return
+    global _caught
     before = {number: signal.signal(number, _handler()) for number in NUMBERS}
     try:
         yield
     except Stopped:
-        _end(how_to_go_on)
+        _exit(command)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        _forget()
+        _caught = None
 
 
 def stop_with_parent() -> None:
-    """In a process that works for another: SIGTERM, which that one passes on, asks it to stop.
+    """In a worker process, stop at SIGTERM, which the parent passes on, and ignore SIGINT.
 
-    Ctrl-C reaches all processes of a terminal, so that it would arrive a second time: the parent's alone counts.
+    Ctrl-C reaches all processes of a terminal. The worker would count it and the parent's SIGTERM as two signals.
     """
     signal.signal(signal.SIGTERM, _handler())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -69,7 +73,7 @@ def _handler() -> signal._HANDLER:
 
     def notice(number: int, _: FrameType | None) -> None:
         global _caught
-        if os.getpid() != owner:  # a process that reads images, forked from the one that trains
+        if os.getpid() != owner:  # a forked process that reads images
             if number == signal.SIGTERM:
                 os._exit(128 + number)
             return
@@ -80,13 +84,8 @@ def _handler() -> signal._HANDLER:
     return notice
 
 
-def _end(how_to_go_on: str) -> NoReturn:
+def _exit(command: str) -> NoReturn:
     number = _caught or signal.SIGTERM
-    if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
-        print(f"equipoise: stopped by {number.name}; `{how_to_go_on}` goes on from here", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # one process prints for all
+        print(f"equipoise: stopped by {number.name}; continue with `{command}`", file=sys.stderr)
     sys.exit(128 + number)
-
-
-def _forget() -> None:
-    global _caught
-    _caught = None

@@ -1,4 +1,4 @@
-"""BatchNorm over the images of all processes, on any device."""
+"""BatchNorm over the batch of all processes, on any device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from equipoise.world import World
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """BatchNorm whose statistics are those of the whole batch, however it is shared out among processes.
+    """BatchNorm with the statistics of the whole batch, which is distributed over processes.
 
-    torch's own SyncBatchNorm runs on GPUs only. Parameters, buffers and their names are those of torch's BatchNorm,
-    and so are the results of one process that has the whole batch.
+    torch's SyncBatchNorm runs on GPUs only. Parameters, buffers and their names are those of torch's BatchNorm, and
+    the results equal those of one process that has the whole batch.
     """
 
     world: World
 
     @classmethod
     def from_torch(cls, norm: _BatchNorm, world: World) -> SyncedBatchNorm:
-        """Shares parameters and buffers with `norm`."""
+        """Return a synchronised norm that shares parameters and buffers with `norm`."""
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         new._parameters, new._buffers = norm._parameters, norm._buffers
         new.world = world
@@ -41,7 +41,7 @@ class SyncedBatchNorm(_BatchNorm):
         return cast(Tensor, y)
 
     def _factor(self) -> float:
-        """The weight of this batch in the running average; counts the batch."""
+        """Count this batch and return its weight in the running average."""
         if self.num_batches_tracked is None:
             return self.momentum or 0.0
         self.num_batches_tracked.add_(1)
@@ -52,7 +52,7 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 def synchronise(model: nn.Module, world: World) -> nn.Module:
-    """Every BatchNorm of the model over all processes; one process alone keeps its own."""
+    """Replace every BatchNorm of a model by a `SyncedBatchNorm`; a single process keeps torch's."""
     if world.alone:
         return model
     if isinstance(model, _BatchNorm):
@@ -65,7 +65,7 @@ def synchronise(model: nn.Module, world: World) -> nn.Module:
 
 
 class _Normalise(torch.autograd.Function):
-    """One exchange in each direction: mean, squares and count forward, two sums per channel backward."""
+    """Normalisation with one collective per direction: moments and count forward, two sums per channel backward."""
 
     @staticmethod
     def forward(
@@ -81,7 +81,7 @@ class _Normalise(torch.autograd.Function):
         )
         count = counts.sum()
         mean = (means * counts).sum(0) / count
-        # the scatter within each process, and that of their means
+        # the variance within each process, and that of their means
         variance = (all_squares.sum(0) + ((means - mean).square() * counts).sum(0)) / count
         scale = (variance + eps).rsqrt()
         normal = (wide - _along(mean, x)) * _along(scale, x)
@@ -100,11 +100,11 @@ class _Normalise(torch.autograd.Function):
         sums = ctx.world.all_reduce(torch.stack([along_normal, total])) / count
         dx = wide - _along(sums[1], dy) - normal * _along(sums[0], dy)
         dx *= _along(scale if weight is None else scale * weight, dy)
-        # those of this process's own images: gradients are averaged over the processes later, all at once
+        # only of this process's images: the gradients of all parameters are averaged over the processes later
         dweight = None if weight is None else along_normal.to(weight.dtype)
         return dx.to(dy.dtype), dweight, total if ctx.has_bias else None, None, None
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """One number per channel, shaped to broadcast over `x`."""
+    """Shape one number per channel to broadcast over `x`."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

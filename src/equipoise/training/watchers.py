@@ -1,4 +1,4 @@
-"""Who looks on while a run trains: nobody, a terminal, TensorBoard."""
+"""Observers of a training run: a terminal, TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,31 +16,36 @@ if TYPE_CHECKING:
 
 
 class Watcher:
-    """Looks on and does nothing; the base of the others."""
+    """Base of the watchers; does nothing."""
 
     def begin(self, trainer: Trainer) -> None:
-        """Training starts or goes on."""
+        """Training starts or resumes."""
 
     def step(self, trainer: Trainer) -> None:
-        """Some steps have been taken."""
+        """One or more steps have been taken."""
 
     def epoch(self, trainer: Trainer, line: dict[str, Any]) -> None:
-        """An epoch has ended with this line of metrics."""
+        """An epoch has ended; `line` has its metrics."""
 
     def end(self) -> None:
-        """Training has ended, in whatever way."""
+        """Training has ended, also by an error."""
 
 
 class Terminal(Watcher):
-    """A progress bar with loss, accuracy, density, exploration, speed and time left; a line per epoch."""
+    """Prints a line per epoch and, on a terminal, a progress bar.
+
+    Args:
+        console: Where to print.
+        title: Printed before every line.
+    """
 
     def __init__(self, console: Console | None = None, title: str = "") -> None:
         self.console = console or Console()
         self.title = title
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._since, self._images = 0.0, 0  # when this epoch began, and what had been trained before
-        self._exploration = (-1, 0.0)  # at which update, and how much
+        self._since, self._images = 0.0, 0  # at the start of this epoch
+        self._exploration = (-1, 0.0)  # number of the topology update, exploration after it
 
     def begin(self, trainer: Trainer) -> None:
         if self.console.is_terminal:
@@ -55,7 +60,7 @@ class Terminal(Watcher):
             self._progress.update(self._task, completed=trainer.step, description=self._now(trainer))
 
     def _now(self, trainer: Trainer) -> str:
-        """Short, for the bar and the time left beside it in 80 columns."""
+        """Describe the state briefly, so that the bar and the time left fit into 80 columns with it."""
         meter, topology = trainer.meter, trainer.parts.topology
         if self._exploration[0] != topology.updates:
             self._exploration = (topology.updates, topology.exploration)
@@ -83,7 +88,11 @@ class Terminal(Watcher):
 
 
 class TensorBoard(Watcher):
-    """Scalars for TensorBoard (extra `tensorboard`)."""
+    """Writes all metrics as TensorBoard scalars (extra `tensorboard`).
+
+    Args:
+        folder: The folder of the event files.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -95,7 +104,7 @@ class TensorBoard(Watcher):
         self._writer: Any = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Events of epochs that a resumed run does again are struck out."""
+        """Open the event file and drop the events of epochs that a resumed run repeats."""
         self._writer = self._make(str(self._folder), purge_step=trainer.epoch + 1)
 
     def epoch(self, trainer: Trainer, line: dict[str, Any]) -> None:
@@ -106,8 +115,8 @@ class TensorBoard(Watcher):
         self._writer.close()
 
 
-class Both(Watcher):
-    """Several watchers at once."""
+class Watchers(Watcher):
+    """Several watchers as one."""
 
     def __init__(self, *watchers: Watcher) -> None:
         self._watchers = watchers
@@ -130,7 +139,7 @@ class Both(Watcher):
 
 
 def flatten(line: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Nested metrics as `scores/plain/accuracy`; only numbers."""
+    """Flatten nested metrics to names such as `scores/plain/accuracy`; values that are not numbers are left out."""
     flat: dict[str, float] = {}
     for key, value in line.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The small problem against finite differences and enumeration, and the measured averages against the bounds."""
+"""The small problem against finite differences and enumeration, and measured averages against the bounds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.analysis.descent import (
-    METHODS,
-    Phases,
-    Trajectory,
-    loss_based_coefficient,
-    optimal_coefficient,
-    trajectories,
-)
-from equipoise.analysis.theory import Setting
+from equipoise.analysis.descent import METHODS, Phases, Trajectory, loss_based_coefficient, trajectories
+from equipoise.analysis.theory import Setting, setting_of_theorem
 from equipoise.errors import UserError
 
 PROBLEM = Phases.random(samples=40, dimensions=3)
@@ -51,17 +44,12 @@ def test_slopes_give_the_gradients_and_sigma_and_l_bound_them(seed: int) -> None
 
 
 @given(seeds)
-def test_coefficients_are_their_definitions(seed: int) -> None:
+def test_the_coefficient_is_its_definition(seed: int) -> None:
     now, before = two_points(seed)
     new_losses, old_losses = (PROBLEM.losses(theta)[0].reshape(8, 5).mean(1) for theta in (now, before))
     covariance = np.cov(new_losses, old_losses)
     expected = np.clip(covariance[0, 1] / covariance[1, 1], 0, 1)
     assert loss_based_coefficient(PROBLEM, now, before, 5).item() == pytest.approx(expected)
-    new, old = sample_gradients(PROBLEM, now), sample_gradients(PROBLEM, before)
-    grid = np.linspace(0, 1, 1001)
-    variance = [(new - c * old).var(0).sum() for c in grid]
-    best = optimal_coefficient(PROBLEM, PROBLEM.slopes(now), PROBLEM.slopes(before)).item()
-    assert best == pytest.approx(grid[int(np.argmin(variance))], abs=1e-3)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -77,7 +65,7 @@ def test_coefficients_are_their_definitions(seed: int) -> None:
 def test_one_step_keeps_lemma_3_over_all_batches(
     batch_size: int, seed: int, scale: float, apart: float, c: float, split: float, step_size: float, arm: str
 ) -> None:
-    """The expectation is exact: every batch drawn with replacement is tried."""
+    """The expectation is exact, over all batches that can be drawn with replacement."""
     problem = Phases.random(samples=12, dimensions=3, seed=seed)
     problem = Phases(scale * problem.features, problem.targets)
     agent = Setting(problem.smoothness, step_size, batch_size, 12, c, epoch_length=7, split=split)
@@ -87,14 +75,20 @@ def test_one_step_keeps_lemma_3_over_all_batches(
     corrected = new - setting.coefficient * (old - old.mean(0))
     batches = np.array(list(itertools.product(range(12), repeat=batch_size)))
     after = now - step_size * corrected[batches].mean(1)
-    b, phi = setting.b(), setting.phi_by_step()
+    growth = (
+        1 + step_size * setting.zeta + 2 * setting.drift_weight * (step_size * setting.smoothness) ** 2 / batch_size
+    )
+    b = [0.0]
+    for _ in range(7):
+        b.insert(0, b[0] * growth + setting.drift_weight * step_size**2 * setting.smoothness**3 / batch_size)
     for t in range(7):
+        phi = step_size * (1 - b[t + 1] / setting.zeta - step_size * setting.smoothness - 2 * step_size * b[t + 1])
         energy = problem.losses(after).mean(1) + b[t + 1] * ((after - before) ** 2).sum(1)
         start = problem.losses(now[None]).mean() + b[t] * ((now - before) ** 2).sum()
         noise = (
             setting.noise_weight * (setting.smoothness + 2 * b[t + 1]) * (step_size * problem.sigma) ** 2 / batch_size
         )
-        assert energy.mean() <= (start - phi[t] * (new.mean(0) ** 2).sum() + noise) * (1 + 1e-9) + 1e-9
+        assert energy.mean() <= (start - phi * (new.mean(0) ** 2).sum() + noise) * (1 + 1e-9) + 1e-9
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +97,13 @@ def runs() -> dict[str, Trajectory]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_bound_is_above_the_measured_average_and_not_idle(runs: dict[str, Trajectory], method: str) -> None:
+def test_the_bound_is_above_the_measured_average_and_within_a_factor_of_five(
+    runs: dict[str, Trajectory], method: str
+) -> None:
     run = runs[method]
     assert (run.average <= run.bound).all()
     assert run.average[0] > run.bound[0] / 5
-    assert (np.diff(run.first) < 0).all()
+    assert (np.diff(run.bound) < 0).all()
 
 
 @pytest.mark.parametrize("mu", [0.05, 0.4])
@@ -117,34 +113,41 @@ def test_the_bound_holds_at_other_step_sizes_and_on_other_problems(mu: float, se
         assert (run.average <= run.bound).all()
 
 
-def test_correction_takes_the_noise_off_at_its_price(runs: dict[str, Trajectory]) -> None:
+def test_correction_reduces_the_noise_at_its_cost(runs: dict[str, Trajectory]) -> None:
     def last_epoch(run: Trajectory) -> float:
         return float(12 * run.average[-1] - 11 * run.average[-2])
 
-    sgd, svrg, agent, best = (runs[method] for method in METHODS)
+    sgd, svrg, agent = (runs[method] for method in METHODS)
     assert last_epoch(svrg) < last_epoch(sgd) / 10
-    assert last_epoch(best) < last_epoch(sgd) / 10
     assert last_epoch(svrg) < last_epoch(agent) < last_epoch(sgd)
     assert sgd.sample_gradients[0] == 80 * 10
     assert agent.sample_gradients[0] == svrg.sample_gradients[0] == 200 + 2 * 80 * 10
 
 
-def test_coefficients_on_the_way(runs: dict[str, Trajectory]) -> None:
-    assert (runs["SGD"].coefficient == 0).all()
-    assert (runs["SVRG"].coefficient == 1).all()
-    agent = runs["AGENT"].coefficient
-    assert agent[0] == 0
-    assert (agent <= 0.1).all()
-    assert agent[-1] > 0.08
+def test_agent_starts_as_sgd(runs: dict[str, Trajectory]) -> None:
+    """There is no estimate of c before the second epoch."""
     assert runs["AGENT"].average[0] == runs["SGD"].average[0]
 
 
-def test_second_terms(runs: dict[str, Trajectory]) -> None:
-    """SVRG has none; AGENT's noise weight goes from 2 at c = 0 towards 2 (1 - c)^2."""
-    assert (runs["SVRG"].second == 0).all()
-    assert (np.diff(runs["AGENT"].second[1:]) < 0).all()
-    best = runs["optimal c"]
-    assert (best.bound <= np.minimum(runs["SGD"].bound, runs["SVRG"].bound) + 1e-15).all()
+def test_bounds_are_those_of_the_theory(runs: dict[str, Trajectory]) -> None:
+    """AGENT's bound is between those at c = 0 and c = gamma with the phi of gamma."""
+    problem = Phases.random()
+    start = np.random.default_rng(0).standard_normal((1, 5))
+    gap, sigma = float(problem.losses(start).mean()), problem.sigma
+    setting = setting_of_theorem(0.25, problem.smoothness, 10, 200, 0.1)
+
+    def bound(arm: Setting) -> np.ndarray:
+        return np.array([arm.bound(gap, sigma, int(steps)).total for steps in runs["SGD"].steps])
+
+    np.testing.assert_allclose(runs["SGD"].bound, bound(setting.sgd()))
+    np.testing.assert_allclose(runs["SVRG"].bound, bound(setting.svrg()))
+    agent = runs["AGENT"].bound
+    assert (agent > bound(setting)).all()
+    without = setting.at(0.0)
+    largest = setting.bound(gap, sigma, 1).second * without.noise_weight / setting.noise_weight
+    first = setting.bound(gap, sigma, 1).first / runs["AGENT"].steps
+    assert (agent <= first + largest * (1 + 1e-9)).all()
+    assert (np.diff((agent - first)[1:]) < 0).all()
 
 
 def test_runs_are_repeatable() -> None:
@@ -155,7 +158,7 @@ def test_runs_are_repeatable() -> None:
 
 
 def test_wrong_input_is_named() -> None:
-    with pytest.raises(UserError, match=r"too large for a bound on SVRG .* try 0\.25"):
+    with pytest.raises(UserError, match=r"too large for a bound on SVRG .* use 0\.25"):
         trajectories(mu=0.9)
     with pytest.raises(UserError, match="at least 1"):
         trajectories(epochs=0)

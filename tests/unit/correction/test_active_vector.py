@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from equipoise.correction import SVRG
-from equipoise.correction.active_vector import Coordinates
+from equipoise.correction import SVRG, Gradients
+from equipoise.correction.active_vector import ActiveVector
 from equipoise.errors import UserError
 from equipoise.topology import GMP, SET, Static, Topology
 
@@ -42,31 +42,31 @@ def by_hand(model: nn.Module, masks: dict[str, Tensor], tensors: list[Tensor]) -
     return torch.cat([t[masks[n]] if n in masks else t.flatten() for n, t in zip(names, tensors, strict=True)])
 
 
-def test_only_active_weights_have_coordinates() -> None:
+def test_only_active_weights_have_an_entry() -> None:
     model = model_of()
     topology, _ = sparse(model)
-    coordinates = Coordinates(list(model.parameters()), topology)
+    vector = ActiveVector(list(model.parameters()), topology)
     norms_and_biases = sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    assert coordinates.size == topology.active + norms_and_biases == sum(coordinates.sizes)
+    assert vector.size == topology.active + norms_and_biases == sum(vector.sizes)
     tensors = [torch.randn_like(p) for p in model.parameters()]
-    assert torch.equal(coordinates.pack(tensors), by_hand(model, topology.masks, tensors))
+    assert torch.equal(vector.pack(tensors), by_hand(model, topology.masks, tensors))
 
 
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 100), channels_last=st.booleans())
-def test_adding_reaches_the_active_places_and_no_other(seed: int, channels_last: bool) -> None:
+def test_adding_changes_active_weights_only(seed: int, channels_last: bool) -> None:
     model = model_of()
     if channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     topology, _ = sparse(model, Static, seed=seed)
-    coordinates = Coordinates(list(model.parameters()), topology)
+    vector = ActiveVector(list(model.parameters()), topology)
     start = {}
     for name, p in model.named_parameters():
         p.grad = torch.randn_like(p)
         start[name] = p.grad.clone()
         assert not channels_last or p.dim() < 4 or not p.grad.is_contiguous()
     added = [torch.randn_like(p) for p in model.parameters()]
-    coordinates.add_to_gradients(coordinates.pack(added))
+    Gradients().add(vector, vector.pack(added))
     for (name, p), extra in zip(model.named_parameters(), added, strict=True):
         mask = topology.masks.get(name, torch.ones_like(p, dtype=torch.bool))
         torch.testing.assert_close(p.grad, start[name] + torch.where(mask, extra, 0.0), rtol=0, atol=0)
@@ -75,38 +75,38 @@ def test_adding_reaches_the_active_places_and_no_other(seed: int, channels_last:
 def test_unpacking_undoes_packing() -> None:
     model = model_of()
     topology, _ = sparse(model)
-    coordinates = Coordinates(list(model.parameters()), topology)
+    vector = ActiveVector(list(model.parameters()), topology)
     tensors = [torch.randn_like(p) for p in model.parameters()]
     for (name, p), tensor, back in zip(
-        model.named_parameters(), tensors, coordinates.unpack(coordinates.pack(tensors)), strict=True
+        model.named_parameters(), tensors, vector.unpack(vector.pack(tensors)), strict=True
     ):
         mask = topology.masks.get(name, torch.ones_like(p, dtype=torch.bool))
         assert torch.equal(back, torch.where(mask, tensor, 0.0))
 
 
-def test_live_tells_what_was_dropped_since() -> None:
+def test_live_is_zero_for_dropped_weights() -> None:
     model = model_of()
     topology, optimizer = sparse(model)
-    coordinates = Coordinates(list(model.parameters()), topology)
-    assert coordinates.live() is None
+    vector = ActiveVector(list(model.parameters()), topology)
+    assert vector.live() is None
     before = topology.masks
     for _ in range(2):
         move(model, optimizer)
         now = [topology.masks.get(name, torch.ones_like(p)).float() for name, p in model.named_parameters()]
-        live = coordinates.live()
+        live = vector.live()
         assert live is not None
         assert torch.equal(live, by_hand(model, before, now))
         assert 0 < live.mean() < 1
 
 
 def test_dense_layers_that_are_pruned_later() -> None:
-    """Under gradual pruning a layer starts without an index and loses places."""
+    """Under gradual pruning a layer starts with all weights and loses some of them."""
     model = model_of()
     topology, optimizer = sparse(model, GMP, drop_fraction=0.0, until=1.0)
-    coordinates = Coordinates(list(model.parameters()), topology)
-    assert coordinates.size == sum(p.numel() for p in model.parameters())
+    vector = ActiveVector(list(model.parameters()), topology)
+    assert vector.size == sum(p.numel() for p in model.parameters())
     move(model, optimizer)
-    live = coordinates.live()
+    live = vector.live()
     assert live is not None
     assert int(live.sum()) == topology.active + sum(p.numel() for p in model.parameters() if p.dim() == 1)
 
@@ -114,60 +114,60 @@ def test_dense_layers_that_are_pruned_later() -> None:
 def test_translation_follows_the_weights() -> None:
     model = model_of()
     topology, optimizer = sparse(model)
-    older, before = Coordinates(list(model.parameters()), topology), topology.masks
+    older, before = ActiveVector(list(model.parameters()), topology), topology.masks
     tensors = [torch.randn_like(p) for p in model.parameters()]
-    vector = older.pack(tensors)
+    values = older.pack(tensors)
     move(model, optimizer)
     newer = older.renewed()
     names = [name for name, _ in model.named_parameters()]
     kept = [torch.where(before[n], t, 0.0) if n in before else t for n, t in zip(names, tensors, strict=True)]
-    assert torch.equal(newer.translate(older, vector), by_hand(model, topology.masks, kept))
+    assert torch.equal(newer.translate(older, values), by_hand(model, topology.masks, kept))
     both = [(before[n] if n in before else torch.ones_like(t)).float() for n, t in zip(names, tensors, strict=True)]
     assert torch.equal(newer.known_to(older), by_hand(model, topology.masks, both))
-    assert newer.translate(older, vector.bfloat16()).dtype == torch.bfloat16
+    assert newer.translate(older, values.bfloat16()).dtype == torch.bfloat16
 
 
-def test_values_per_parameter_are_spread() -> None:
+def test_values_per_parameter_are_repeated() -> None:
     model = model_of()
     topology, _ = sparse(model)
-    coordinates = Coordinates(list(model.parameters()), topology)
-    values = torch.arange(len(coordinates.sizes)).float()
-    assert torch.equal(coordinates.spread(values), values.repeat_interleave(torch.tensor(coordinates.sizes)))
+    vector = ActiveVector(list(model.parameters()), topology)
+    values = torch.arange(len(vector.sizes)).float()
+    assert torch.equal(vector.spread(values), values.repeat_interleave(torch.tensor(vector.sizes)))
 
 
-def test_state_comes_back_with_other_masks_in_place() -> None:
+def test_a_state_is_loaded_after_the_masks_have_changed() -> None:
     model = model_of()
     topology, optimizer = sparse(model)
-    coordinates = Coordinates(list(model.parameters()), topology)
+    vector = ActiveVector(list(model.parameters()), topology)
     move(model, optimizer)
-    state = coordinates.state_dict()
-    loaded = Coordinates(list(model.parameters()), topology)
+    state = vector.state_dict()
+    loaded = ActiveVector(list(model.parameters()), topology)
     assert loaded.live() is None
     loaded.load_state_dict(state)
     tensors = [torch.randn_like(p) for p in model.parameters()]
-    assert torch.equal(loaded.pack(tensors), coordinates.pack(tensors))
-    live, expected = loaded.live(), coordinates.live()
+    assert torch.equal(loaded.pack(tensors), vector.pack(tensors))
+    live, expected = loaded.live(), vector.live()
     assert live is not None
     assert expected is not None
     assert torch.equal(live, expected)
-    with pytest.raises(UserError, match="trainable parameters"):
-        Coordinates(list(model.parameters())[:-1], topology).load_state_dict(state)
+    with pytest.raises(UserError, match=r"the state has 6 trainable parameters and the model has 5"):
+        ActiveVector(list(model.parameters())[:-1], topology).load_state_dict(state)
 
 
 def test_mixed_precision_parameters_are_held_in_the_wider_type() -> None:
     model = model_of()
     model[3].to(torch.bfloat16)
-    coordinates = Coordinates(list(model.parameters()))
-    assert coordinates.dtype == torch.float32
+    vector = ActiveVector(list(model.parameters()))
+    assert vector.dtype == torch.float32
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    coordinates.add_to_gradients(coordinates.gradients())
+    Gradients().add(vector, Gradients().read(vector))
     for p in model.parameters():
         torch.testing.assert_close(p.grad, torch.full_like(p, 2), rtol=0, atol=0)
 
 
 class Alternating(nn.Module):
-    """A layer that only every second batch goes through, as with stochastic depth."""
+    """A layer that every second batch skips, as with stochastic depth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,4 +211,4 @@ def test_a_parameter_that_is_not_in_every_batch_stays_unbiased(mode: Any) -> Non
     model.zero_grad()
     correction.refresh(batches, loss_fn)
     correction.backward(loss_fn, *batches[0])
-    assert model.never.weight.grad is None, "no optimizer shall decay what takes no part"
+    assert model.never.weight.grad is None, "an optimizer would decay an unused weight"

@@ -1,4 +1,4 @@
-"""Killed and resumed in the middle of an epoch, a run ends bit-equal to one that was not."""
+"""A run that is killed and resumed within an epoch ends bit-equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from equipoise.correction import (
     Correction,
     Estimator,
     FixedC,
+    Gradient,
+    Loss,
 )
 from equipoise.errors import UserError
 from equipoise.topology import GMP, SET, Algorithm, RigL
@@ -32,15 +34,15 @@ from equipoise.training import checkpoint
 ESTIMATORS: dict[str, Estimator] = {
     "sgd": SGD(),
     "agent": Agent(),
-    "agent, replay": Agent(mode="replay", loss_share=1.0),
+    "agent, replay": Agent(mode="replay", coefficient=Loss(batch_fraction=1.0)),
     "agent, running": Agent(mode="running"),
-    "no gamma, bf16 replay": AgentNoGamma(mode="replay", table="bf16", loss_share=1.0),
-    "fixed, fraction": FixedC(batch_fraction=0.4),
-    "svrg, share": SVRG(step_fraction=0.5),
+    "no gamma, bf16 replay": AgentNoGamma(mode="replay", table="bf16", coefficient=Loss(batch_fraction=1.0)),
+    "fixed, batch_fraction": FixedC(batch_fraction=0.4),
+    "svrg, step_fraction": SVRG(step_fraction=0.5),
     "svrg, every 3 steps": SVRG(every=3),
     "alpha-svrg": AlphaSVRG(),
     "gradient": SVRG(coefficient="gradient"),
-    "gradient per layer, running": SVRG(coefficient="gradient", per_layer=True, mode="running"),
+    "gradient per layer, running": SVRG(coefficient=Gradient(per_layer=True), mode="running"),
     "pays": SVRG(coefficient="gradient", when="pays", probe=3),
     "from epoch 1": SVRG(from_epoch=1),
     "mvr": MVR(),
@@ -57,7 +59,7 @@ BATCHES, EPOCHS = 5, 4
 
 
 class Run:
-    """A training loop with all of its state in one place."""
+    """A training loop and its state."""
 
     def __init__(self, estimator: Estimator, algorithm: Algorithm) -> None:
         torch.manual_seed(0)
@@ -74,7 +76,7 @@ class Run:
         while self.step < until:
             i = self.step % BATCHES
             if self.step % estimator.every == 0 if estimator.every else i == 0:
-                coming = self.batches[i:] if estimator.source == "replay" else self.batches
+                coming = self.batches[i:] if estimator.mode == "replay" else self.batches
                 correction.refresh(coming, cross_entropy, epoch=self.step // BATCHES)
             loss = correction.backward(cross_entropy, *self.batches[i], index=i)
             self.losses.append(loss.item())
@@ -102,7 +104,7 @@ class Run:
 @pytest.mark.parametrize("kill", [2, 8, 13])
 def test_resuming_in_mid_epoch_is_bit_equal(name: str, algorithm: str, kill: int, tmp_path: Path) -> None:
     estimator, chosen = ESTIMATORS[name], ALGORITHMS[algorithm]
-    if estimator.source in ("previous", "table") and isinstance(chosen, RigL):
+    if estimator.mode in ("previous", "table") and isinstance(chosen, RigL):
         chosen = RigL(sparsity=0.5, every=4, until=1.0)
     whole = Run(estimator, chosen)
     whole.train(kill)
@@ -111,7 +113,7 @@ def test_resuming_in_mid_epoch_is_bit_equal(name: str, algorithm: str, kill: int
     torch.manual_seed(99)
     resumed = Run(estimator, chosen)
     with torch.no_grad():
-        resumed.model.last.bias.add_(1)  # whatever it is made with, the state counts
+        resumed.model.last.bias.add_(1)  # the state must replace the initial weights
     resumed.load_state_dict(checkpoint.load(tmp_path / "state.safetensors"))
     resumed.train(EPOCHS * BATCHES)
     assert whole.topology.updates >= 4
@@ -121,20 +123,20 @@ def test_resuming_in_mid_epoch_is_bit_equal(name: str, algorithm: str, kill: int
 def test_at_the_end_of_an_epoch_replay_stores_no_gradients() -> None:
     run = Run(SVRG(mode="replay"), SET(sparsity=0.5, every=4))
     run.train(3)
-    assert len(run.correction.state_dict()["source"]["rows"]) == 2
+    assert len(run.correction.state_dict()["mode"]["rows"]) == 2
     run.train(5)
-    assert run.correction.state_dict()["source"] == {"rows": [], "randoms": [], "mean": None}
+    assert run.correction.state_dict()["mode"] == {"rows": [], "randoms": [], "mean": None}
 
 
 def test_a_state_may_be_loaded_twice() -> None:
-    """Training on with a loaded state does not change what was loaded."""
+    """Further training does not change the state that was loaded."""
     run = Run(SVRG(coefficient="gradient"), SET(sparsity=0.5, every=4))
     run.train(7)
     state = copy.deepcopy(run.state_dict())
     outcomes = []
     for _ in range(2):
         again = Run(SVRG(coefficient="gradient"), SET(sparsity=0.5, every=4))
-        # torch's optimizers go on with the very tensors they are given
+        # Optimizers of torch do not copy the tensors of a state.
         again.load_state_dict(state | {"optimizer": copy.deepcopy(state["optimizer"])})
         again.train(14)
         outcomes.append(again.outcome())
@@ -149,7 +151,7 @@ def test_the_state_of_another_correction_or_model_is_refused() -> None:
         correction.refresh(batches, cross_entropy)
         return correction.state_dict()
 
-    with pytest.raises(UserError, match="the state is of SVRG, this correction is Agent"):
+    with pytest.raises(UserError, match="the state belongs to SVRG and this correction is Agent"):
         Agent().attach(model).load_state_dict(state(SVRG(), model))
     with pytest.raises(UserError, match="another model"):
         Agent().attach(Noisy().double()).load_state_dict(state(Agent(), model))
@@ -170,13 +172,13 @@ def test_copies_train_on_their_own() -> None:
     assert_same(run.outcome(), twin.outcome())
 
 
-def test_states_hold_only_what_a_checkpoint_can(tmp_path: Path) -> None:
-    """And the tensors of old gradients have the size of the active weights."""
+def test_a_checkpoint_can_hold_the_state(tmp_path: Path) -> None:
+    """Stored gradients have the size of the active weights."""
     run = Run(SVRG(mode="replay", table="bf16"), SET(sparsity=0.8, every=100))
     run.train(2)
     state = run.correction.state_dict()
     checkpoint.save(tmp_path / "c.safetensors", state)
     active = run.topology.active + sum(p.numel() for p in run.model.parameters() if p.dim() == 1)
-    rows: list[Tensor] = state["source"]["rows"]
+    rows: list[Tensor] = state["mode"]["rows"]
     assert [(row.numel(), row.dtype) for row in rows] == [(active, torch.bfloat16)] * 3
     assert state["snapshot"] == {}, "replay with a fixed weight keeps no old weights"

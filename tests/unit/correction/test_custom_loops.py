@@ -1,4 +1,4 @@
-"""Corrections in somebody's own training loop: optimizers, clipping, accumulation, bf16, norms, frozen layers."""
+"""Corrections in custom training loops: optimizers, clipping, accumulation, bf16, norms, frozen layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from correction_oracle import Batch, Oracle, active_of, cross_entropy, make_batches, perceptron, vector_of
-from equipoise.correction import MVR, SAGA, SVRG, Agent, AgentMVR, Correction, Estimator
+from equipoise.correction import MVR, SAGA, SVRG, Agent, AgentMVR, Correction, Estimator, Fixed, Gradient
 from equipoise.topology import SET, RigL, Topology
 
 OPTIMIZERS: dict[str, Any] = {
@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Any] = {
 ESTIMATORS: dict[str, Estimator] = {
     "agent": Agent(gamma=0.8),
     "replay": SVRG(mode="replay", coefficient="gradient"),
-    "running": SVRG(mode="running", coefficient="gradient", per_layer=True),
+    "running": SVRG(mode="running", coefficient=Gradient(per_layer=True)),
     "agent-mvr": AgentMVR(gamma=0.8),
     "saga": SAGA(),
 }
@@ -41,7 +41,7 @@ def test_optimizers_take_the_corrected_gradient_and_nothing_else(optimizer: str,
     topologies = [
         SET(sparsity=0.5, every=3).attach(model, maker, 21) for model, maker in zip(models, makers, strict=True)
     ]
-    correction = SVRG(value=0.7).attach(models[0], topologies[0])
+    correction = SVRG(coefficient=Fixed(0.7)).attach(models[0], topologies[0])
     oracle = Oracle("recompute", 0.7)
     for _ in range(4):
         correction.refresh(batches, cross_entropy)
@@ -121,7 +121,7 @@ def pairs(batches: list[Batch]) -> Iterator[tuple[Batch, Batch]]:
 
 
 def test_gradients_that_were_there_before_stay() -> None:
-    """`.grad` is added to, whoever filled it, and the coefficient learns from the new part alone."""
+    """The gradient is added to `.grad`, and the coefficient observes the new part alone."""
     batches = make_batches(4)
     runs = []
     for start in (None, 0.0, 5.0):
@@ -162,7 +162,7 @@ class Zoo(nn.Module):
 
 
 def zoo_loss(model: nn.Module, inputs: Tensor, labels: Tensor, bf16: bool = False) -> Tensor:
-    """A user's own: autocast where asked, label smoothing, a penalty."""
+    """A custom loss: optional autocast, label smoothing, a penalty."""
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         logits = model(inputs)
     return F.cross_entropy(logits.float(), labels, label_smoothing=0.1) + 1e-3 * logits.float().square().mean()
@@ -220,9 +220,9 @@ def test_a_model_with_everything(mode: Any, bf16: bool, frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["recompute", "replay", "running", "saga"])
-def test_layers_may_be_frozen_and_thawed_on_the_way(name: str) -> None:
-    """What is frozen gets no gradient; what is thawed is corrected from the next refresh on."""
-    estimator = SAGA() if name == "saga" else SVRG(mode=name, coefficient="gradient", per_layer=True)  # type: ignore
+def test_layers_may_be_frozen_and_unfrozen_during_training(name: str) -> None:
+    """A frozen layer gets no gradient; an unfrozen one is corrected from the next refresh on."""
+    estimator = SAGA() if name == "saga" else SVRG(mode=name, coefficient=Gradient(per_layer=True))  # type: ignore
     model, batches = perceptron(), make_batches(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     SET(sparsity=0.5, every=3).attach(model, optimizer, 100)
@@ -241,7 +241,7 @@ def test_layers_may_be_frozen_and_thawed_on_the_way(name: str) -> None:
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Nobody knows how long it is."""
+    """A dataset without a length."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in make_batches(3):
@@ -290,7 +290,7 @@ def test_a_loader_of_single_tensors() -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_weights_that_are_dropped_stay_zero_and_grown_ones_are_not_corrected(name: str) -> None:
-    """Over many updates; the correction of an epoch reaches no place that was not active at its snapshot."""
+    """Over many updates: the correction of an epoch changes only weights that were active at its snapshot."""
     batches = make_batches(6)
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
@@ -354,14 +354,19 @@ def test_a_compiled_model() -> None:
 
 
 def test_corrections_make_a_noisy_problem_less_noisy() -> None:
-    """Least squares near its solution: SVRG and SAGA go on where SGD's noise holds it, MVR is between."""
+    """Least squares near the solution: SVRG and SAGA converge, SGD is held by its noise, MVR is in between."""
     torch.manual_seed(0)
     x = torch.randn(64, 8, dtype=torch.float64)
     y = x @ torch.randn(8, 1, dtype=torch.float64) + torch.randn(64, 1, dtype=torch.float64)
     best = torch.linalg.lstsq(x, y).solution
     batches = [(x[i : i + 4], y[i : i + 4]) for i in range(0, 64, 4)]
     distance = {}
-    for name, estimator in {"sgd": SVRG(value=0.0), "svrg": SVRG(), "saga": SAGA(), "mvr": MVR()}.items():
+    for name, estimator in {
+        "sgd": SVRG(coefficient=Fixed(0.0)),
+        "svrg": SVRG(),
+        "saga": SAGA(),
+        "mvr": MVR(),
+    }.items():
         model = nn.Linear(8, 1, bias=False).double()
         nn.init.zeros_(model.weight)
         correction = estimator.attach(model)

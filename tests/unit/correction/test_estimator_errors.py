@@ -1,4 +1,4 @@
-"""Wrong use and losses that are not finite: one clear line, and nothing half done."""
+"""Wrong use and losses that are not finite: an error of one line, and no half-finished state."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from correction_oracle import cross_entropy, make_batches, perceptron
-from equipoise.correction import MVR, SAGA, SGD, SVRG, Agent, AlphaSVRG, NonFiniteLoss
-from equipoise.errors import UserError
+from equipoise.correction import MVR, SAGA, SGD, SVRG, Agent, AlphaSVRG, full_pass
+from equipoise.errors import NonFiniteLoss, UserError
 from equipoise.topology import RigL
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["recompute", "replay", "fraction", "pays"])
+@pytest.mark.parametrize("name", ["recompute", "replay", "batch_fraction", "pays"])
 def test_a_loss_that_is_not_finite_names_its_batch(name: str, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model = perceptron()
     estimator = {
@@ -28,8 +28,8 @@ def test_a_loss_that_is_not_finite_names_its_batch(name: str, bad: float, monkey
     with torch.no_grad():
         model.last.weight.mul_(1.1)
     number = 5
-    if name == "fraction":
-        monkeypatch.setattr(correction, "_chosen", lambda total: {1, 3, 4})
+    if name == "batch_fraction":
+        monkeypatch.setattr(full_pass, "choose_batches", lambda *_: {1, 3, 4})
         number = 4  # of the loader's batches, not of the three
     batches[number] = (torch.full_like(batches[number][0], bad), batches[number][1])
     with pytest.raises(NonFiniteLoss, match=f"nan at batch {number + 1} of"):
@@ -39,7 +39,7 @@ def test_a_loss_that_is_not_finite_names_its_batch(name: str, bad: float, monkey
 
 @pytest.mark.parametrize("estimator", [MVR(), SAGA()], ids=["MVR", "SAGA"])
 def test_a_gradient_that_overflowed_is_not_remembered(estimator: MVR | SAGA) -> None:
-    """As a GradScaler provokes it, which then skips the step."""
+    """A GradScaler can cause an overflow; it then skips the step."""
     model, batches = perceptron(), make_batches(3)
     correction = estimator.attach(model)
     finite = []
@@ -54,16 +54,16 @@ def test_a_gradient_that_overflowed_is_not_remembered(estimator: MVR | SAGA) -> 
 
 
 def test_mvr_takes_no_micro_batches() -> None:
-    """It would renew its estimate within the step."""
+    """A micro-batch would replace the estimate within the step."""
     model, batches = perceptron(), make_batches(2)
     correction = MVR().attach(model)
     correction.refresh(batches, cross_entropy)
-    with pytest.raises(UserError, match=r"scale=0.5: MVR takes the batch of a step at once"):
+    with pytest.raises(UserError, match=r"scale=0.5: MVR needs the whole batch of a step at once"):
         correction.backward(cross_entropy, *batches[0], scale=0.5)
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_wrong_use_is_told() -> None:
+def test_wrong_use_is_an_error() -> None:
     model, batches = perceptron(), make_batches(4)
     replay = SVRG(mode="replay").attach(model)
     replay.refresh(batches[:2], cross_entropy)
@@ -82,7 +82,7 @@ def test_wrong_use_is_told() -> None:
         SVRG(batch_fraction=0.5).attach(model).refresh((b for b in batches), cross_entropy)
     with pytest.raises(UserError, match="total_steps"):
         AlphaSVRG().attach(model)
-    with pytest.raises(UserError, match="no batch"):
+    with pytest.raises(UserError, match="no batches"):
         SVRG().attach(model).refresh([], cross_entropy)
     with pytest.raises(UserError, match="trainable"):
         SVRG().attach(perceptron().requires_grad_(False))

@@ -31,7 +31,7 @@ DROP = 0.4
 
 
 def grown(theta: Array, active: Any, scores: Array, regrow: bool) -> Any:
-    """RigL by hand: per layer, drop the smallest |w|, then grow the places with the largest score."""
+    """RigL by hand: per layer, drop the smallest |w|, then grow the weights with the largest score."""
     active = active.copy()
     for layer in (LAYERS[i] for i in WEIGHTS):
         mask = active[layer].copy()
@@ -50,7 +50,7 @@ def grown(theta: Array, active: Any, scores: Array, regrow: bool) -> Any:
 
 
 def made(mode: Any, **options: Any) -> tuple[Correction, torch.optim.Optimizer, Topology]:
-    """The snapshot is three steps behind when the first update comes."""
+    """Attach SVRG to RigL; the snapshot is three steps old at the first update."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     rigl = RigL(sparsity=0.5, every=4, drop_fraction=DROP, drop_decay="constant", until=1.0, **options)
@@ -59,7 +59,7 @@ def made(mode: Any, **options: Any) -> tuple[Correction, torch.optim.Optimizer, 
 
 
 def dense_pair(correction: Correction, old: Array, batches: list[Batch], step: int) -> tuple[Array, Array]:
-    """The gradient of a step at every place, and what SVRG takes off it."""
+    """The gradient of a step at every weight, and the part that SVRG subtracts."""
     theta = vector_of(correction.model)
     new, before = gradient(theta, batches[step]), gradient(old, batches[step])
     if correction.estimator.mode == "running":
@@ -68,7 +68,7 @@ def dense_pair(correction: Correction, old: Array, batches: list[Batch], step: i
 
 
 def to_the_update(correction: Correction, optimizer: torch.optim.Optimizer) -> Array:
-    """Refresh and take the three steps before the update; the weights of the snapshot."""
+    """Refresh and take the three steps before the update; return the weights of the snapshot."""
     correction.refresh(BATCHES, cross_entropy)
     old = vector_of(correction.model)
     for batch in BATCHES[:3]:
@@ -81,8 +81,8 @@ def to_the_update(correction: Correction, optimizer: torch.optim.Optimizer) -> A
 @pytest.mark.parametrize("regrow", [False, True])
 @pytest.mark.parametrize("mode", ["recompute", "replay", "running"])
 @pytest.mark.parametrize("growth", ["batch", "corrected"])
-def test_growth_looks_at_the_gradient_it_is_told_to(growth: Any, mode: Any, regrow: bool) -> None:
-    correction, optimizer, topology = made(way, growth=growth, regrow=regrow)
+def test_growth_uses_the_chosen_gradient(growth: Any, mode: Any, regrow: bool) -> None:
+    correction, optimizer, topology = made(mode, growth=growth, regrow=regrow)
     old = to_the_update(correction, optimizer)
     theta, active = vector_of(correction.model), active_of(correction.model, topology)
     batch, removed = dense_pair(correction, old, BATCHES, 3)
@@ -93,11 +93,11 @@ def test_growth_looks_at_the_gradient_it_is_told_to(growth: Any, mode: Any, regr
     expected = {kind: grown(theta, active, score, regrow) for kind, score in scores.items()}
     assert topology.updates == 1
     assert np.array_equal(active_of(correction.model, topology), expected[growth])
-    assert not np.array_equal(expected["batch"], expected["corrected"]), "the case tells them not apart"
+    assert not np.array_equal(expected["batch"], expected["corrected"]), "the case does not tell the two apart"
 
 
-def test_only_just_dropped_weights_tell_the_difference_under_regrowth() -> None:
-    """Inactive places are never corrected with `batch`; the weights just dropped must not be either."""
+def test_regrowth_scores_just_dropped_weights_by_the_batch_gradient() -> None:
+    """With `batch`, inactive weights are not corrected; weights that were just dropped must not be either."""
     correction, optimizer, topology = made("recompute", regrow=True)
     old = to_the_update(correction, optimizer)
     theta, active = vector_of(correction.model), active_of(correction.model, topology)
@@ -107,7 +107,9 @@ def test_only_just_dropped_weights_tell_the_difference_under_regrowth() -> None:
     optimizer.step()
     expected = grown(theta, active, batch, True)
     assert np.array_equal(active_of(correction.model, topology), expected)
-    assert not np.array_equal(expected, grown(theta, active, half_corrected, True)), "the case tells them not apart"
+    assert not np.array_equal(expected, grown(theta, active, half_corrected, True)), (
+        "the case does not tell the two apart"
+    )
 
 
 @pytest.mark.parametrize("growth", ["batch", "corrected"])
@@ -127,7 +129,7 @@ def test_growth_with_accumulated_gradients(growth: Any) -> None:
 
 
 def test_a_step_that_was_not_taken_is_forgotten() -> None:
-    """As after an overflow under loss scaling: gradients are zeroed and another batch comes."""
+    """After an overflow under loss scaling the gradients are zeroed and another batch follows."""
     correction, optimizer, topology = made("recompute", regrow=True)
     old = to_the_update(correction, optimizer)
     theta, active = vector_of(correction.model), active_of(correction.model, topology)
@@ -139,13 +141,13 @@ def test_a_step_that_was_not_taken_is_forgotten() -> None:
     assert np.array_equal(active_of(correction.model, topology), grown(theta, active, batch, True))
 
 
-@pytest.mark.parametrize("every_place", [False, True])
-def test_the_optimizer_sees_zero_at_inactive_places(every_place: bool) -> None:
-    """At non-update steps `.grad` is exactly zero there; with corrected growth too, which keeps old ones for them.
+@pytest.mark.parametrize("every_index", [False, True])
+def test_the_optimizer_sees_zero_gradients_of_inactive_weights(every_index: bool) -> None:
+    """At steps without update `.grad` is exactly zero there, also if corrected growth keeps old gradients for them.
 
-    A weight grown since the snapshot then has an old gradient, and is corrected like the others.
+    A weight grown since the snapshot then has an old gradient and is corrected like the others.
     """
-    correction, optimizer, topology = made("recompute", growth="corrected" if every_place else "batch")
+    correction, optimizer, topology = made("recompute", growth="corrected" if every_index else "batch")
 
     def check(found: Array) -> None:
         if not topology.update_is_next:
@@ -153,7 +155,7 @@ def test_the_optimizer_sees_zero_at_inactive_places(every_place: bool) -> None:
         topology.hide_gradients()
         assert not gradient_of(correction.model)[~active_of(correction.model, topology)].any()
 
-    oracle = Oracle("recompute", 1.0, every_place=every_place)
+    oracle = Oracle("recompute", 1.0, every_index=every_index)
     model = correction.model
     for _ in range(4):
         correction.refresh(BATCHES, cross_entropy)
@@ -172,8 +174,8 @@ def test_the_optimizer_sees_zero_at_inactive_places(every_place: bool) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [SNFS(sparsity=0.5, every=4), GraNet(sparsity=0.6, every=4, until=1.0)])
-def test_the_kin_of_rigl_grow_by_the_batch_gradient_too(algorithm: Any) -> None:
-    """Compared with a run whose growth score is given the batch gradient by hand at every step."""
+def test_snfs_and_granet_grow_by_the_batch_gradient_too(algorithm: Any) -> None:
+    """The recorded gradients are those of the batch, computed by hand at every step."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     topology = algorithm.attach(model, optimizer, 40)
@@ -186,7 +188,7 @@ def test_the_kin_of_rigl_grow_by_the_batch_gradient_too(algorithm: Any) -> None:
             memory = 0.9 * memory + 0.1 * dense
             correction.backward(cross_entropy, *batch)
             topology.hide_gradients()
-            if topology._wants_dense_gradient:
+            if isinstance(algorithm, SNFS) or topology.update_is_next:
                 found = np.concatenate([layer.gradient.numpy() for layer in topology.layers])
                 expected = np.concatenate([dense[LAYERS[i]] for i in WEIGHTS])
                 np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)

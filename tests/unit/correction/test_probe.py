@@ -1,4 +1,4 @@
-"""when="pays": correct only where it beats a bigger batch of the same cost."""
+"""when="pays": correct only the epochs in which it beats a larger batch of the same cost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from equipoise.correction import MVR, SAGA, SVRG, Agent, Correction
 
 
 def displaced(estimator: Any, by: float, batches: list[Batch]) -> tuple[Correction, Array, Array]:
-    """A refresh at some weights, another a random displacement away; both weights."""
+    """Refresh at some weights and again after a random displacement; return both weights."""
     model = perceptron()
     correction = estimator.attach(model)
     correction.refresh(batches, cross_entropy)
-    assert not correction.enabled, "without an older snapshot there is nothing to judge by"
+    assert not correction.enabled, "there is no older snapshot to compare with"
     assert correction.report()["pays"] == 0
     old = vector_of(model)
     generator = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ def test_near_weights_pay_and_far_ones_do_not(by: float, pays: bool, mode: Any) 
     report = correction.report()
     assert report["probe_variance_left"] == pytest.approx(left, rel=1e-9)
     assert report["probe_weight"] == pytest.approx(c, rel=1e-9)
-    assert (left * estimator.cost < 1) == pays, "the case is not the one it was made for"
+    assert (left * estimator.cost < 1) == pays, "the case does not test its branch"
     assert report["pays"] == float(pays)
     assert correction.enabled == pays
     model = correction.model
@@ -71,7 +71,7 @@ def test_near_weights_pay_and_far_ones_do_not(by: float, pays: bool, mode: Any) 
 
 
 def test_svrg_far_away_would_make_it_worse() -> None:
-    """c = 1 however far: the probe sees more variance than without."""
+    """c = 1 at any distance: the probe measures more variance than without correction."""
     correction, old, now = displaced(SVRG(when="pays", probe=6), -1.0, make_batches(10))
     new, before, covariance = moments(old, now, make_batches(10)[:6])
     report = correction.report()
@@ -81,7 +81,7 @@ def test_svrg_far_away_would_make_it_worse() -> None:
 
 
 def test_the_loss_coefficient_is_smoothed_once_a_refresh() -> None:
-    """From the losses of the probe, and its weight with γ is the one that is judged."""
+    """The probe compares the losses and judges the resulting weight γ·c."""
     for mode in ("recompute", "replay", "running"):
         batches = make_batches(10)
         correction, old, now = displaced(Agent(gamma=1.0, when="pays", probe=6, mode=mode), 0.1, batches)
@@ -97,8 +97,8 @@ def test_the_loss_coefficient_is_smoothed_once_a_refresh() -> None:
         )
 
 
-def test_a_share_of_corrected_steps_leaves_the_others_theirs() -> None:
-    """Half of the steps at no variance and half at all of it is half, at one and a half times the cost."""
+def test_steps_that_are_not_corrected_keep_their_variance() -> None:
+    """With half of the steps corrected, half of the reduction is left, at one and a half times the cost."""
     estimator = SVRG(coefficient="gradient", when="pays", probe=6, mode="running", step_fraction=0.5)
     correction, old, now = displaced(estimator, 0.3, make_batches(10))
     new, before, covariance = moments(old, now, make_batches(10)[:6])
@@ -123,7 +123,7 @@ def test_corrections_start_at_an_epoch() -> None:
         with torch.no_grad():
             model.last.bias.add_(0.1)
     assert enabled == [False, False, True, True]
-    # the third refresh compares with the snapshot of the second
+    # The third refresh compares losses with the snapshot of the second.
     assert correction.passes == {"forward": 4 * 2 + 4 * 2, "backward": 4 * 2}
 
 
@@ -132,8 +132,8 @@ def test_saga_pays_too() -> None:
     assert correction.enabled
 
 
-def test_a_correction_that_paused_starts_its_recursion_anew() -> None:
-    """MVR's last estimate is of weights that have moved on while it paused."""
+def test_a_correction_that_paused_restarts_its_recursion() -> None:
+    """The last estimate of MVR belongs to weights that have changed during the pause."""
     model, batches = perceptron(), make_batches(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     correction = MVR(from_epoch=1).attach(model)
@@ -152,8 +152,8 @@ def test_a_correction_that_paused_starts_its_recursion_anew() -> None:
     np.testing.assert_allclose(gradient_of(model), gradient(vector_of(model), batches[0]), rtol=1e-10, atol=1e-13)
 
 
-def test_probing_draws_from_dropout_as_pairs() -> None:
-    """At equal weights with equal masks, g_new is g_old and nothing is left."""
+def test_both_passes_of_a_probe_share_their_dropout_masks() -> None:
+    """With equal weights and equal dropout masks g_new is g_old, and no variance is left."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3)).double()
     correction = SVRG(when="pays", probe=4).attach(model)

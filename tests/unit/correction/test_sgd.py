@@ -1,4 +1,4 @@
-"""Without a weight a corrected run is plain training, bit for bit."""
+"""With weight 0 a corrected run is bit-equal to plain training."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 
 from correction_helpers import assert_same, attached, loader, streams
 from correction_oracle import cross_entropy
-from equipoise.correction import MVR, SAGA, SVRG, Agent, AgentMVR, AlphaSVRG, Estimator
+from equipoise.correction import MVR, SAGA, SVRG, Agent, AgentMVR, AlphaSVRG, Estimator, Fixed, Gradient, Linear
 
 
 def train(estimator: Estimator | None, epochs: int = 3) -> list[Any]:
-    """With a plain loader that shuffles by the global stream; None is a loop without us."""
+    """Train with a loader that shuffles by the global generator; None is a loop without a correction."""
     model, optimizer, topology, correction = attached(estimator or SVRG())
     batches = loader()
     losses = []
@@ -34,29 +34,29 @@ def train(estimator: Estimator | None, epochs: int = 3) -> list[Any]:
 @pytest.mark.parametrize(
     "estimator",
     [
-        SVRG(value=0.0),
-        SVRG(value=0.0, mode="replay"),
-        SVRG(value=0.0, mode="running"),
-        SVRG(value=0, step_fraction=0.5),
-        SVRG(value=0.0, batch_fraction=0.4),
-        AlphaSVRG(value=0.0),
+        SVRG(coefficient=Fixed(0.0)),
+        SVRG(coefficient=Fixed(0.0), mode="replay"),
+        SVRG(coefficient=Fixed(0.0), mode="running"),
+        SVRG(coefficient=Fixed(0), step_fraction=0.5),
+        SVRG(coefficient=Fixed(0.0), batch_fraction=0.4),
+        AlphaSVRG(coefficient=Linear(0.0)),
         Agent(gamma=0.0),
         Agent(gamma=0.0, mode="replay"),
         Agent(gamma=0.0, when="pays", probe=2),
         SVRG(gamma=0.0, coefficient="gradient"),
-        SVRG(gamma=0.0, coefficient="gradient", mode="running", per_layer=True),
-        MVR(value=0.0),
+        SVRG(gamma=0.0, coefficient=Gradient(per_layer=True), mode="running"),
+        MVR(coefficient=Fixed(0.0)),
         AgentMVR(gamma=0.0),
-        SAGA(value=0.0),
+        SAGA(coefficient=Fixed(0.0)),
         SVRG(from_epoch=9),
     ],
     ids=str,
 )
-def test_without_weight_a_run_is_plain_training(estimator: Estimator) -> None:
+def test_with_weight_zero_a_run_is_plain_training(estimator: Estimator) -> None:
     assert_same(train(None), train(estimator))
 
 
-def test_with_weight_it_is_not() -> None:
-    plain, corrected = train(None), train(SVRG(value=0.5))
+def test_with_another_weight_it_is_not() -> None:
+    plain, corrected = train(None), train(SVRG(coefficient=Fixed(0.5)))
     assert plain[0] != corrected[0]
     assert plain[4] == corrected[4], "but it draws the same random numbers"

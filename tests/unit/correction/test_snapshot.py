@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from correction_helpers import Noisy, assert_same, attached, everything, loader, seed_all, streams
 from correction_oracle import cross_entropy, make_batches, perceptron
-from equipoise.correction import MVR, SAGA, SVRG, Agent, AgentMVR, Estimator
+from equipoise.correction import MVR, SAGA, SVRG, Agent, AgentMVR, Estimator, Gradient, Loss
 from equipoise.correction.snapshot import Snapshot, without_trace
 from equipoise.errors import UserError
 
 ESTIMATORS: dict[str, Estimator] = {
     "recompute": Agent(),
-    "replay": Agent(mode="replay", loss_share=1.0),
+    "replay": Agent(mode="replay", coefficient=Loss(batch_fraction=1.0)),
     "running": Agent(mode="running"),
-    "fraction": SVRG(batch_fraction=0.4),
+    "batch_fraction": SVRG(batch_fraction=0.4),
     "pays": Agent(when="pays", probe=3),
     "pays, replay": SVRG(when="pays", probe=3, coefficient="gradient", mode="replay"),
-    "gradient per layer": SVRG(coefficient="gradient", per_layer=True),
+    "gradient per layer": SVRG(coefficient=Gradient(per_layer=True)),
     "mvr": MVR(),
     "agent-mvr": AgentMVR(),
     "saga": SAGA(),
@@ -67,12 +67,12 @@ def test_refresh_leaves_no_trace_when_it_fails() -> None:
     model.zero_grad()
     torch.manual_seed(3)
     cross_entropy(model, x, y).backward()
-    assert_same(found, [p.grad for p in model.parameters()])  # nothing is corrected with half a full pass
+    assert_same(found, [p.grad for p in model.parameters()])  # half a full pass corrects nothing
 
 
 @pytest.mark.parametrize("name", ["recompute", "running", "mvr"])
 def test_the_old_pass_leaves_no_trace(name: str) -> None:
-    """Running statistics and random streams move exactly as by one plain pass."""
+    """Running statistics and random number generators change exactly as in one plain pass."""
     model, optimizer, _, correction = attached(ESTIMATORS[name])
     correction.refresh(loader(), cross_entropy)
     for x, y in loader():
@@ -87,7 +87,7 @@ def test_the_old_pass_leaves_no_trace(name: str) -> None:
 
 
 def test_replay_with_a_shuffling_loader_sees_the_coming_batches() -> None:
-    """The streams are put back, so the loader shuffles and augments the epoch as it did for the refresh."""
+    """The generators are restored, so the loader shuffles and augments the epoch as it did for the refresh."""
     *_, correction = attached(SVRG(mode="replay"))
     seen: list[Tensor] = []
 
@@ -105,7 +105,7 @@ def test_replay_with_a_shuffling_loader_sees_the_coming_batches() -> None:
         assert all(torch.equal(a, b) for a, b in zip(seen[:5], seen[5:], strict=True))
 
 
-def test_one_shot_iterators_are_probed_and_still_seen_whole() -> None:
+def test_a_probe_does_not_consume_a_one_shot_iterator() -> None:
     model = perceptron()
     correction = SVRG(when="pays", probe=3, coefficient="gradient").attach(model)
     seen: list[int] = []
@@ -129,7 +129,7 @@ def test_one_shot_iterators_are_probed_and_still_seen_whole() -> None:
 # The snapshot itself
 
 
-def test_the_model_computes_with_its_old_tensors_and_gets_its_own_back() -> None:
+def test_the_model_computes_at_the_snapshot_and_gets_its_tensors_back() -> None:
     model = Noisy()
     snapshot = Snapshot(model)
     assert not snapshot
@@ -161,7 +161,7 @@ def test_tensors_come_back_after_an_error() -> None:
 
 
 def test_a_model_that_was_moved_after_attaching() -> None:
-    """`to` keeps parameters but replaces buffers; the live running statistics must still be the ones protected."""
+    """`to` keeps parameters but replaces buffers; the live running statistics must still be protected."""
     model = Noisy()
     correction = SVRG().attach(model)
     model.double()
@@ -209,7 +209,7 @@ def test_without_trace_restores_also_after_an_error() -> None:
 
 @pytest.mark.parametrize("outside", [False, True])
 def test_autocast_does_not_mix_up_the_two_sets_of_weights(outside: bool) -> None:
-    """Autocast keeps the bf16 copy of a weight for as long as its context lasts; here both passes are inside one."""
+    """Autocast caches the bf16 copy of a weight until its context ends; here both passes are in one context."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
     batches = make_batches(4, size=8, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Every step of every estimator against formulas written out in numpy, over refreshes and changing masks."""
+"""Every step of every estimator equals its formula in numpy, over refreshes and changing masks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ from equipoise.correction import (
     AlphaSVRG,
     Estimator,
     FixedC,
+    Gradient,
+    Linear,
+    Loss,
 )
+from equipoise.correction.full_pass import choose_batches
 from equipoise.topology import GMP, SET, Static, Topology
 
 STEPS = 20
@@ -42,9 +46,18 @@ STEPS = 20
 CASES: dict[str, tuple[Estimator, Callable[[], Oracle]]] = {
     "sgd": (SGD(), lambda: Oracle("none", 0.0)),
     "agent": (Agent(), lambda: Oracle("recompute", LossRule(), 0.1)),
-    "agent, other numbers": (Agent(gamma=0.7, smoothing=0.6), lambda: Oracle("recompute", LossRule(0.6), 0.7)),
-    "agent, no clamp": (Agent(clamp=False, gamma=1), lambda: Oracle("recompute", LossRule(clamp=False), 1)),
-    "agent, replay": (Agent(mode="replay", loss_share=1.0), lambda: Oracle("replay", LossRule(), 0.1)),
+    "agent, other numbers": (
+        Agent(gamma=0.7, coefficient=Loss(smoothing=0.6)),
+        lambda: Oracle("recompute", LossRule(0.6), 0.7),
+    ),
+    "agent, no clamp": (
+        Agent(coefficient=Loss(clamp=False), gamma=1),
+        lambda: Oracle("recompute", LossRule(clamp=False), 1),
+    ),
+    "agent, replay": (
+        Agent(mode="replay", coefficient=Loss(batch_fraction=1.0)),
+        lambda: Oracle("replay", LossRule(), 0.1),
+    ),
     "agent, running": (Agent(mode="running"), lambda: Oracle("running", LossRule(), 0.1)),
     "agent, gradient": (Agent(coefficient="gradient"), lambda: Oracle("recompute", GradientRule(), 0.1)),
     "no gamma": (AgentNoGamma(), lambda: Oracle("recompute", LossRule(), 1)),
@@ -57,24 +70,24 @@ CASES: dict[str, tuple[Estimator, Callable[[], Oracle]]] = {
     "alpha-svrg, replay": (AlphaSVRG(mode="replay"), lambda: Oracle("replay", lambda t: 0.75 * (1 - t / STEPS))),
     "gradient": (SVRG(coefficient="gradient"), lambda: Oracle("recompute", GradientRule())),
     "gradient, replay": (
-        SVRG(coefficient="gradient", mode="replay", memory=0.5),
+        SVRG(coefficient=Gradient(memory=0.5), mode="replay"),
         lambda: Oracle("replay", GradientRule(0.5)),
     ),
     "gradient, running": (
-        SVRG(coefficient="gradient", mode="running", memory=0.7),
+        SVRG(coefficient=Gradient(memory=0.7), mode="running"),
         lambda: Oracle("running", GradientRule(0.7)),
     ),
     "gradient per layer": (
-        SVRG(coefficient="gradient", per_layer=True),
+        SVRG(coefficient=Gradient(per_layer=True)),
         lambda: Oracle("recompute", GradientRule(per_layer=True)),
     ),
     "gradient per layer, running": (
-        SVRG(coefficient="gradient", per_layer=True, mode="running"),
+        SVRG(coefficient=Gradient(per_layer=True), mode="running"),
         lambda: Oracle("running", GradientRule(per_layer=True)),
     ),
     "mvr": (MVR(), lambda: Oracle("previous", 0.9)),
     "mvr, linear": (
-        MVR(coefficient="linear", value=0.5),
+        MVR(coefficient=Linear(0.5)),
         lambda: Oracle("previous", lambda t: 0.5 * (1 - t / STEPS)),
     ),
     "agent-mvr": (AgentMVR(gamma=0.8), lambda: Oracle("previous", LossRule(), 0.8)),
@@ -85,7 +98,7 @@ CASES: dict[str, tuple[Estimator, Callable[[], Oracle]]] = {
 TOPOLOGIES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Topology | None]] = {
     "dense": lambda model, optimizer: None,
     "static": lambda model, optimizer: Static(sparsity=0.5).attach(model, optimizer),
-    # masks change in the middle of epochs of five steps and at their borders
+    # Masks change within and between epochs of five steps.
     "set": lambda model, optimizer: SET(sparsity=0.5, every=3, drop_fraction=0.3).attach(model, optimizer, STEPS + 1),
     "gmp": lambda model, optimizer: GMP(sparsity=0.6, every=3).attach(model, optimizer, STEPS + 1),
 }
@@ -113,18 +126,12 @@ def test_every_registered_correction_is_tested() -> None:
 
 
 @pytest.mark.parametrize("coefficient", ["loss", "fixed", "gradient"])
-def test_a_fraction_of_the_batches_stands_for_all(coefficient: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fraction_of_the_batches_replaces_all(coefficient: str) -> None:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     topology = SET(sparsity=0.5, every=3).attach(model, optimizer, 30)
-    correction = SVRG(coefficient=coefficient, batch_fraction=0.5).attach(model, topology)  # type: ignore[arg-type]
-    drawn: list[list[int]] = []
-
-    def remember(total: int, choose: Callable[[int], set[int] | None] = correction._chosen) -> set[int]:
-        drawn.append(sorted(choose(total) or ()))
-        return set(drawn[-1])
-
-    monkeypatch.setattr(correction, "_chosen", remember)
+    correction = SVRG(coefficient=coefficient, batch_fraction=0.5).attach(model, topology, seed=7)
+    drawn = [sorted(choose_batches(6, 0.5, 7, refresh) or ()) for refresh in (1, 2, 3, 4)]
     rule = {"loss": LossRule(), "fixed": 1.0, "gradient": GradientRule()}[coefficient]
     corrected = assert_follows(Oracle("recompute", rule, fraction=drawn), correction, optimizer, make_batches(6))
     assert corrected > 10
@@ -138,7 +145,7 @@ def test_replay_and_recompute_give_the_same_gradients() -> None:
         model = perceptron()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         topology = SET(sparsity=0.5, every=4).attach(model, optimizer, 40)
-        correction = Agent(gamma=0.9, mode=mode, loss_share=1.0).attach(model, topology)
+        correction = Agent(gamma=0.9, mode=mode, coefficient=Loss(batch_fraction=1.0)).attach(model, topology)
         found = []
         for _ in range(4):
             correction.refresh(make_batches(), cross_entropy)
@@ -151,7 +158,7 @@ def test_replay_and_recompute_give_the_same_gradients() -> None:
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-10, atol=1e-13)
 
 
-def test_a_share_of_the_steps_is_corrected() -> None:
+def test_a_fraction_of_the_steps_is_corrected() -> None:
     """A quarter of the steps, evenly spread; the others are plain and cost one pass."""
     model = perceptron()
     correction = SVRG(step_fraction=0.25).attach(model)
@@ -171,7 +178,7 @@ def test_a_share_of_the_steps_is_corrected() -> None:
 
 
 def test_refreshing_every_few_steps() -> None:
-    """A snapshot may be renewed in the middle of an epoch."""
+    """A snapshot may be taken within an epoch."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     correction = SVRG().attach(model)
@@ -189,8 +196,8 @@ def test_refreshing_every_few_steps() -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "replay"])
-def test_losses_are_compared_on_a_share_of_the_batches(mode: str) -> None:
-    """The paper's full comparison with recompute, a tenth with replay, and never fewer than eight."""
+def test_losses_are_compared_on_a_fraction_of_the_batches(mode: str) -> None:
+    """All batches with recompute, as in the paper; a tenth with replay, but at least eight."""
     model = perceptron()
     for count, expected in ((40, {"recompute": 40, "replay": 8}), (200, {"recompute": 200, "replay": 20})):
         correction = Agent(mode=mode).attach(model)  # type: ignore[arg-type]
@@ -206,7 +213,7 @@ def test_losses_are_compared_on_a_share_of_the_batches(mode: str) -> None:
 
 
 def test_passes_are_counted_as_the_cost_says() -> None:
-    """An epoch of each way, a backward pass counting two."""
+    """One epoch of each mode; a backward pass counts two."""
     batches = make_batches(8)
     for estimator in (
         SGD(),

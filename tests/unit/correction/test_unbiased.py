@@ -1,4 +1,4 @@
-"""Corrected gradients scatter around the full gradient, and their variance is the paper's parabola."""
+"""The mean of the corrected gradients is the full gradient, and their variance is the parabola of the paper."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from correction_oracle import (
     perceptron,
     vector_of,
 )
-from equipoise.correction import SAGA, SVRG, Correction, Estimator
+from equipoise.correction import SAGA, SVRG, Correction, Estimator, Fixed, Gradient, full_pass
+from equipoise.correction.full_pass import choose_batches
 from equipoise.topology import GMP, SET, RigL, Topology
 
 Mask = NDArray[np.bool_]
@@ -62,7 +63,7 @@ def normed() -> Normed:
 def apart(
     estimator: Estimator, algorithm: str, model: nn.Module, batches: list[Batch]
 ) -> tuple[Correction, Topology | None]:
-    """A correction whose snapshot is some steps (and topology updates) behind the weights of now."""
+    """A correction whose snapshot is some steps and topology updates old."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     chosen = ALGORITHMS[algorithm]
     topology = None if chosen is None else chosen.attach(model, optimizer, 7)
@@ -78,7 +79,7 @@ def apart(
 
 
 def corrected_gradients(correction: Correction, batches: list[Batch]) -> Array:
-    """Of all batches at the same weights."""
+    """The corrected gradients of all batches at the same weights."""
     found = []
     for i, batch in enumerate(batches):
         correction.model.zero_grad()
@@ -89,7 +90,7 @@ def corrected_gradients(correction: Correction, batches: list[Batch]) -> Array:
 
 
 def autograd_gradients(model: nn.Module, batches: list[Batch], active: Mask | float = 1.0) -> Array:
-    """Plain batch gradients of a copy of the model, by torch alone."""
+    """Plain batch gradients of a copy of the model, without a correction."""
     model = copy.deepcopy(model)
     found = []
     for batch in batches:
@@ -106,7 +107,7 @@ def autograd_gradients(model: nn.Module, batches: list[Batch], active: Mask | fl
 def test_the_mean_over_an_epoch_is_the_full_gradient(mode: Any, algorithm: str, c: float) -> None:
     batches = make_batches(6)
     model = perceptron()
-    correction, topology = apart(SVRG(value=c, mode=mode), algorithm, model, batches)
+    correction, topology = apart(SVRG(coefficient=Fixed(c), mode=mode), algorithm, model, batches)
     found = corrected_gradients(correction, batches)
     plain = np.array([gradient(vector_of(model), b) for b in batches]) * active_of(model, topology)
     np.testing.assert_allclose(found.mean(0), plain.mean(0), rtol=0, atol=1e-13 * (1 + abs(c)))
@@ -119,18 +120,18 @@ def test_the_mean_over_an_epoch_is_the_full_gradient(mode: Any, algorithm: str, 
 @settings(max_examples=5, deadline=None)
 @given(c=COEFFICIENTS)
 def test_pairs_are_exact_with_batch_statistics(mode: Any, algorithm: str, c: float) -> None:
-    """BatchNorm in train mode makes a gradient that of its batch and no other; both passes see the same batch."""
+    """BatchNorm in training mode makes a gradient depend on the whole batch; both passes run the same batch."""
     batches = make_batches(6, size=8)
     model = normed()
     model.drop.p = 0.0
-    correction, topology = apart(SVRG(value=c, mode=mode), algorithm, model, batches)
+    correction, topology = apart(SVRG(coefficient=Fixed(c), mode=mode), algorithm, model, batches)
     found = corrected_gradients(correction, batches)
     plain = autograd_gradients(model, batches, active_of(model, topology))
     np.testing.assert_allclose(found.mean(0), plain.mean(0), rtol=0, atol=1e-12 * (1 + abs(c)))
 
 
 def test_dropout_masks_are_the_same_in_both_passes() -> None:
-    """With the weights of the snapshot, g_old equals g_new mask for mask, and SVRG leaves g̃ at every step."""
+    """At the weights of the snapshot g_old equals g_new, and SVRG returns g̃ at every step."""
     batches = make_batches(6, size=8)
     for mode in ("recompute", "replay"):
         model = normed()
@@ -155,7 +156,7 @@ def test_dropout_masks_are_the_same_in_running() -> None:
     plain = autograd_gradients(model, batches)
     np.testing.assert_allclose(found[0], plain[0], rtol=1e-10, atol=1e-13)
     for step in range(1, 6):
-        # g_new - g_old is zero, so what is left is the mean of the earlier ones
+        # g_new - g_old is zero, so the mean of the earlier gradients is left.
         np.testing.assert_allclose(found[step], plain[:step].mean(0), rtol=1e-10, atol=1e-13)
 
 
@@ -165,9 +166,9 @@ def test_a_fraction_is_unbiased_over_its_subsets(algorithm: str, monkeypatch: py
     batches = make_batches(5)
     found = []
     for subset in combinations(range(5), 2):
-        monkeypatch.setattr(Correction, "_chosen", lambda self, total, s=subset: set(s))
+        monkeypatch.setattr(full_pass, "choose_batches", lambda *_, s=subset: set(s))
         model = perceptron()
-        correction, topology = apart(SVRG(value=0.8, batch_fraction=0.4), algorithm, model, batches)
+        correction, topology = apart(SVRG(coefficient=Fixed(0.8), batch_fraction=0.4), algorithm, model, batches)
         found.append(corrected_gradients(correction, batches))
     plain = np.array([gradient(vector_of(model), b) for b in batches]) * active_of(model, topology)
     np.testing.assert_allclose(np.mean(found, axis=(0, 1)), plain.mean(0), rtol=0, atol=1e-13)
@@ -175,18 +176,15 @@ def test_a_fraction_is_unbiased_over_its_subsets(algorithm: str, monkeypatch: py
 
 
 def test_subsets_are_drawn_evenly_and_by_the_seed() -> None:
-    model = perceptron()
     drawn = Counter[tuple[int, ...]]()
     for seed in range(2000):
-        correction = SVRG(batch_fraction=0.4).attach(model, seed=seed)
-        drawn[tuple(sorted(correction._chosen(5) or ()))] += 1
+        drawn[tuple(sorted(choose_batches(5, 0.4, seed, 1) or ()))] += 1
     assert len(drawn) == 10
     # 2000 draws over 10 subsets: 200 each with standard deviation 13.4
     assert max(abs(count - 200) for count in drawn.values()) < 5 * 13.4
-    correction = SVRG(batch_fraction=0.4).attach(model, seed=3)
-    first = [correction._chosen(50)]
-    correction.refreshes += 1
-    assert correction._chosen(50) != first[0], "another subset at every refresh"
+    first, again, second = (choose_batches(50, 0.4, 3, refresh) for refresh in (1, 1, 2))
+    assert first == again
+    assert first != second, "every refresh draws another subset"
 
 
 def test_running_is_unbiased_over_the_orders() -> None:
@@ -195,7 +193,7 @@ def test_running_is_unbiased_over_the_orders() -> None:
     found = []
     for order in permutations(range(4)):
         model = perceptron()
-        correction, topology = apart(SVRG(value=0.9, mode="running"), "set", model, batches)
+        correction, topology = apart(SVRG(coefficient=Fixed(0.9), mode="running"), "set", model, batches)
         found.append(corrected_gradients(correction, [batches[i] for i in order]))
     plain = np.array([gradient(vector_of(model), b) for b in batches]) * active_of(model, topology)
     for position in range(4):
@@ -203,7 +201,7 @@ def test_running_is_unbiased_over_the_orders() -> None:
         np.testing.assert_allclose(mean, plain.mean(0), rtol=0, atol=1e-13)
 
 
-def test_saga_is_unbiased_with_a_table_of_any_age() -> None:
+def test_saga_is_unbiased_for_rows_of_any_age() -> None:
     batches = make_batches(5)
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -218,7 +216,7 @@ def test_saga_is_unbiased_with_a_table_of_any_age() -> None:
     correction.refresh(batches, cross_entropy)
     state = copy.deepcopy(correction.state_dict())
     found = []
-    for i, batch in enumerate(batches):  # each from the same table: a step changes it
+    for i, batch in enumerate(batches):  # from the same table each time, because a step changes it
         correction.load_state_dict(state)
         model.zero_grad()
         correction.backward(cross_entropy, *batch, index=i)
@@ -229,7 +227,7 @@ def test_saga_is_unbiased_with_a_table_of_any_age() -> None:
 
 
 def test_bf16_tables_stay_unbiased() -> None:
-    """What is stored is rounded, but its mean is that of the rounded rows."""
+    """The stored rows are rounded, and g̃ is the mean of the rounded rows."""
     batches = make_batches(6)
     model = perceptron()
     correction, _ = apart(SVRG(mode="replay", table="bf16"), "none", model, batches)
@@ -246,7 +244,7 @@ def test_bf16_tables_stay_unbiased() -> None:
 def variances(
     theta: Array, old: Array, batches: list[Batch], where: Mask | float = 1.0
 ) -> tuple[float, float, float]:
-    """Var(g_new), Var(g_old) and Cov of batch gradients, summed over coordinates."""
+    """Var(g_new), Var(g_old) and Cov of batch gradients, summed over weights."""
     new_gradients = np.array([gradient(theta, b) for b in batches]) * where
     old_gradients = np.array([gradient(old, b) for b in batches]) * where
     new_gradients -= new_gradients.mean(0)
@@ -264,7 +262,7 @@ def test_variance_is_the_parabola(mode: Any) -> None:
     old = vector_of(perceptron())
     for c in (-0.5, 0.0, 0.3, 0.7, 1.0, 1.6):
         model = perceptron()
-        correction, _ = apart(SVRG(value=c, mode=mode), "none", model, batches)
+        correction, _ = apart(SVRG(coefficient=Fixed(c), mode=mode), "none", model, batches)
         found = corrected_gradients(correction, batches)
         measured = ((found - found.mean(0)) ** 2).sum(1).mean()
         new, before, covariance = variances(vector_of(model), old, batches)
@@ -274,13 +272,13 @@ def test_variance_is_the_parabola(mode: Any) -> None:
 @pytest.mark.parametrize("mode", ["recompute", "replay"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_gradient_coefficient_sits_at_the_minimum(algorithm: str, mode: Any) -> None:
-    """After all batches at the same weights, averaged evenly, c is the parabola's minimum at corrected places."""
+    """After all batches at the same weights, c is the minimum of the parabola over the corrected weights."""
     batches = make_batches(8)
     model = perceptron()
-    estimator = SVRG(coefficient="gradient", mode=mode, memory=1 - 1e-9, clamp=False)
+    estimator = SVRG(coefficient=Gradient(memory=1 - 1e-9, clamp=False), mode=mode)
     correction, topology = apart(estimator, algorithm, model, batches)
     corrected_gradients(correction, batches)
-    then, masks = perceptron(), None  # made anew: what the snapshot was taken of
+    then, masks = perceptron(), None  # the model of the snapshot
     if topology is not None:
         masks = ALGORITHMS[algorithm].attach(then, torch.optim.SGD(then.parameters(), lr=0.2), 7)
     where = active_of(then, masks) & active_of(model, topology)
@@ -289,7 +287,7 @@ def test_the_gradient_coefficient_sits_at_the_minimum(algorithm: str, mode: Any)
 
 
 def test_the_gradient_coefficient_of_running_knows_the_noise_of_its_mean() -> None:
-    """Over all orders, each position's pair has the covariance and the variance that its weight should weigh.
+    """Over all orders, the moments at each position give the best weight for it.
 
     With t earlier batches of N drawn without replacement, E‖g_old - mean‖² is Var·N/(N-1)·(1 + 1/t), and the
     covariance of g_new with g_old - mean is Cov·N/(N-1): their ratio is the best weight for that position.
@@ -298,13 +296,13 @@ def test_the_gradient_coefficient_of_running_knows_the_noise_of_its_mean() -> No
     pairs: list[list[Array]] = []
     for order in permutations(range(4)):
         model = perceptron()
-        correction, _ = apart(SVRG(coefficient="gradient", mode="running", memory=0.0), "none", model, batches)
+        correction, _ = apart(SVRG(coefficient=Gradient(memory=0.0), mode="running"), "none", model, batches)
         seen: list[Array] = []
         for i in order:
-            correction.coefficient._seen = 0  # type: ignore[attr-defined]
+            correction.coefficient.load_state_dict({"steps": 0, "moments": None})
             model.zero_grad()
             correction.backward(cross_entropy, *batches[i])
-            moments = correction.coefficient._moments  # type: ignore[attr-defined]
+            moments = correction.coefficient.state_dict()["moments"]
             seen.append(np.full(2, np.nan) if moments is None else moments[:, 0].numpy().copy())
         pairs.append(seen)
     _, variance, covariance = variances(vector_of(model), vector_of(perceptron()), batches)
@@ -316,7 +314,7 @@ def test_the_gradient_coefficient_of_running_knows_the_noise_of_its_mean() -> No
 def test_the_reported_variance_left_is_that_of_the_steps() -> None:
     batches = make_batches(8)
     model = perceptron()
-    correction, _ = apart(SVRG(value=0.8), "none", model, batches)
+    correction, _ = apart(SVRG(coefficient=Fixed(0.8)), "none", model, batches)
     found = corrected_gradients(correction, batches)
     plain = np.array([gradient(vector_of(model), b) for b in batches])
     report = correction.report()
@@ -325,25 +323,25 @@ def test_the_reported_variance_left_is_that_of_the_steps() -> None:
     assert report["weight"] == pytest.approx(0.8)
     assert report["correction_norm"] == pytest.approx(np.linalg.norm(found - plain, axis=1).mean())
     assert report["corrected_steps"] == 8
-    assert correction.report() == {"corrected_steps": 0.0}, "a report begins anew"
+    assert correction.report() == {"corrected_steps": 0.0}, "a report resets the sums"
 
 
-def test_the_reported_variance_pools_stretches_of_equal_masks() -> None:
-    """A refresh after a change of masks puts other weights at the same coordinates; their means are not mixed."""
+def test_the_reported_variance_pools_segments_of_equal_masks() -> None:
+    """After a change of masks the entries of the vector are other weights; their means are not mixed."""
     batches = make_batches(6)
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     topology = SET(sparsity=0.5, every=1, drop_fraction=0.5).attach(model, optimizer, 9)
-    correction = SVRG(value=0.5).attach(model, topology)
+    correction = SVRG(coefficient=Fixed(0.5)).attach(model, topology)
     within, without = 0.0, 0.0
-    for stretch in range(2):
+    for segment in range(2):
         correction.refresh(batches, cross_entropy)
         with torch.no_grad():
             model.last.bias.add_(0.3)
         found = corrected_gradients(correction, batches)
         plain = np.array([gradient(vector_of(model), b) for b in batches]) * active_of(model, topology)
         within, without = within + found.var(0).sum(), without + plain.var(0).sum()
-        if stretch == 0:
+        if segment == 0:
             cross_entropy(model, *batches[0]).backward()
             optimizer.step()
     assert topology.updates == 1

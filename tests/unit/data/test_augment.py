@@ -1,4 +1,4 @@
-"""equipoise.data.augment: crops, shifts and flips against a slow oracle, one image at a time."""
+"""Crops, shifts and flips against a slow oracle, one image at a time."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from equipoise.errors import UserError
 
 
 def oracle(image: np.ndarray, offset: tuple[int, int], flip: bool, reflect: bool) -> np.ndarray:
-    """Pad by more than enough with numpy, cut the window out, mirror it."""
+    """Pad with numpy, cut out the window, mirror it."""
     _, height, width = image.shape
     pad = max(map(abs, offset))
     border = ((0, 0), (pad, pad), (pad, pad))
@@ -24,7 +24,7 @@ def oracle(image: np.ndarray, offset: tuple[int, int], flip: bool, reflect: bool
 @given(st.data(), st.booleans(), st.integers(1, 3), st.integers(2, 7), st.integers(2, 7), st.integers(1, 5))
 def test_move_is_pad_crop_flip(data, reflect, channels, height, width, count):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    # Reflection goes as far as the image is large, zeros go beyond it.
+    # Reflection is limited by the size of the image, zero padding is not.
     reach = min(height, width) - 1 if reflect else 9
     images = rng.integers(0, 256, (count, channels, height, width), dtype=np.uint8)
     offsets = rng.integers(-reach, reach + 1, (count, 2))
@@ -48,7 +48,7 @@ def test_draws_stay_in_reach_and_repeat(pad, mode, crop, flip, shift):
     offsets, flips = augment.draw(400, 10, 20, seed=1, epoch=2)
     reach = (pad, pad) if crop else (round(shift * 10), round(shift * 20))
     for column, most in zip(offsets.T.tolist(), reach, strict=True):
-        assert set(column) == set(range(-most, most + 1))  # 400 draws meet all of at most 13 values
+        assert set(column) == set(range(-most, most + 1))  # 400 draws hit all of at most 13 values
     assert (set(flips.tolist()) == {True, False}) is flip
     again = augment.draw(400, 10, 20, seed=1, epoch=2)
     assert torch.equal(again.offsets, offsets)
@@ -64,7 +64,7 @@ def test_draws_are_uniform():
     assert abs(float(flips.double().mean()) - 0.5) < 5 * 0.5 / 50_000**0.5
 
 
-def test_epochs_seeds_and_purposes_draw_anew():
+def test_epochs_and_seeds_give_different_draws():
     augment = Augment()
     first = augment.draw(100, 32, 32, seed=0, epoch=0)
     for other in (augment.draw(100, 32, 32, seed=0, epoch=1), augment.draw(100, 32, 32, seed=1, epoch=0)):
@@ -92,7 +92,7 @@ def test_shift_reaches_the_whole_fraction():
         ({"shift": 0.1}, "crop=False"),
     ],
 )
-def test_bad_options_are_explained(options, words):
+def test_wrong_options_are_explained(options, words):
     with pytest.raises(UserError, match=words):
         Augment(**options)
 
@@ -104,8 +104,8 @@ def test_reflection_beyond_the_image_is_explained():
     Augment(pad=4).draw(1, 5, 9, seed=0, epoch=0)
 
 
-def test_move_compiles_to_the_same():
-    """Traced as a whole graph, so there is no host synchronisation in it."""
+def test_move_compiles_to_one_graph_with_equal_results():
+    """One graph without breaks has no synchronisation with the host."""
     images = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
     moves = Augment(pad=2).draw(4, 8, 8, seed=0, epoch=0)
     for reflect in (True, False):

@@ -1,4 +1,4 @@
-"""equipoise.data.cifar and plain_pickle: official layouts are read, all else is refused in one line."""
+"""CIFAR files and restricted pickles: official files are read, all others refused in one line."""
 
 import os
 import pickle
@@ -11,39 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import equipoise.data as data
+from data_helpers import CIFAR10_BATCHES, cifar_rows, dump, write_cifar10, write_cifar100
 from equipoise.data.plain_pickle import read_plain_pickle
 from equipoise.errors import UserError
 
-BATCHES = [f"data_batch_{k}" for k in range(1, 6)]
-
-
-def rows(count: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (count, 3072), dtype=np.uint8)
-
-
-def dump(path, content, protocol=2) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps(content, protocol=protocol))
-
-
-def write_cifar10(root, count=4):
-    folder = root / "cifar-10-batches-py"
-    for k, name in enumerate([*BATCHES, "test_batch"]):
-        dump(folder / name, {b"data": rows(count, k), b"labels": [(k + n) % 10 for n in range(count)]})
-    dump(folder / "batches.meta", {b"label_names": [f"class {n}".encode() for n in range(10)]})
-    return folder
-
-
-def write_cifar100(root, count=20):
-    folder = root / "cifar-100-python"
-    for k, name in enumerate(["train", "test"]):
-        dump(folder / name, {b"data": rows(count, k), b"fine_labels": list(range(80, 80 + count))})
-    dump(folder / "meta", {b"fine_label_names": [f"class {n}".encode() for n in range(100)]})
-    return folder
-
 
 def python2_batch(data_rows: np.ndarray, labels: list[int]) -> bytes:
-    """A batch as Python 2 and numpy 1 wrote it, opcode by opcode: strings are `str`, align is the number 0."""
+    """A batch as written by Python 2 and numpy 1, opcode by opcode: strings are `str`, align is the number 0."""
 
     def text(value: bytes) -> bytes:
         return b"T" + struct.pack("<i", len(value)) + value
@@ -68,7 +42,7 @@ def one_line(caught) -> str:
 
 
 def complaint(name: str, root) -> str | None:
-    """What `load` says against the files, if anything."""
+    """The error message of `load`, or None."""
     try:
         data.load(name, root)
     except UserError as error:
@@ -84,7 +58,7 @@ def test_cifar10_is_read_in_order(tmp_path):
     assert splits.train.labels.tolist() == [(k + n) % 10 for k in range(5) for n in range(4)]
     assert splits.test.labels.tolist() == [5, 6, 7, 8]
     # Pixel by pixel, from the description of the format: 1024 red, 1024 green, 1024 blue, row by row.
-    second_batch = rows(4, 1)
+    second_batch = cifar_rows(4, 1)
     for channel, y, x in [(0, 0, 0), (1, 5, 31), (2, 31, 7)]:
         assert splits.train.images[4 + 2, channel, y, x] == second_batch[2, 1024 * channel + 32 * y + x]
     held = data.load("cifar10", tmp_path, validation=5, seed=1)
@@ -101,7 +75,7 @@ def test_cifar100_has_fine_labels(tmp_path):
 
 def test_files_of_python_2_are_read_without_a_warning(tmp_path):
     folder = write_cifar10(tmp_path)
-    pixels = rows(3, 9)
+    pixels = cifar_rows(3, 9)
     (folder / "data_batch_1").write_bytes(python2_batch(pixels, [7, 8, 9]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -113,16 +87,16 @@ def test_files_of_python_2_are_read_without_a_warning(tmp_path):
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_every_protocol_and_text_keys_are_read(tmp_path, protocol):
     folder = write_cifar10(tmp_path)
-    dump(folder / "test_batch", {"data": rows(2, 0), "labels": [0, 1]}, protocol)
-    if protocol >= 5:  # numpy then pickles through a buffer function, which no official file does
+    dump(folder / "test_batch", {"data": cifar_rows(2, 0), "labels": [0, 1]}, protocol)
+    if protocol >= 5:  # numpy then pickles through a buffer function, which the official files do not use
         with pytest.raises(UserError, match="_frombuffer"):
             data.load("cifar10", tmp_path)
     else:
         assert data.load("cifar10", tmp_path).test.labels.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("name", [*BATCHES, "test_batch", "batches.meta"])
-def test_a_missing_file_is_named_with_its_place_and_origin(tmp_path, name):
+@pytest.mark.parametrize("name", [*CIFAR10_BATCHES, "test_batch", "batches.meta"])
+def test_a_missing_file_is_named_with_its_folder_and_origin(tmp_path, name):
     folder = write_cifar10(tmp_path)
     (folder / name).unlink()
     with pytest.raises(UserError) as caught:
@@ -157,7 +131,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, name, protocol):
         data.load("cifar10", tmp_path)
     assert name in one_line(caught)
     assert not touched.exists()
-    pickle.loads((folder / name).read_bytes())  # the attack itself works: without the refusal it would run
+    pickle.loads((folder / name).read_bytes())  # without the refusal the code would run
     assert touched.exists()
 
 
@@ -175,7 +149,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, name, protocol):
     ],
     ids=["global", "inst", "stack-global", "dotted", "object-dtype", "extension", "persistent", "buffer"],
 )
-def test_every_way_to_a_name_is_closed(tmp_path, hostile):
+def test_every_kind_of_reference_is_refused(tmp_path, hostile):
     path = tmp_path / "x"
     path.write_bytes(hostile)
     with pytest.raises((pickle.UnpicklingError, ValueError)):
@@ -186,16 +160,16 @@ def test_every_way_to_a_name_is_closed(tmp_path, hostile):
     ("name", "content", "words"),
     [
         ("data_batch_3", {b"labels": [0, 1]}, 'under "data"'),
-        ("data_batch_3", {b"data": rows(2, 0)}, 'under "labels"'),
-        ("data_batch_3", {b"data": rows(2, 0)[:, :3000], b"labels": [0, 1]}, "rows of 3072"),
-        ("data_batch_3", {b"data": rows(2, 0).astype(np.float32), b"labels": [0, 1]}, "uint8"),
-        ("data_batch_3", {b"data": rows(2, 0).tolist(), b"labels": [0, 1]}, "uint8"),
-        ("data_batch_3", {b"data": rows(2, 0), b"labels": [0, 1, 2]}, "2 images and 3 labels"),
-        ("data_batch_3", {b"data": rows(2, 0), b"labels": [0, 10]}, r"labels 0\.\.10, not 0\.\.9"),
-        ("data_batch_3", {b"data": rows(2, 0), b"labels": [-1, 0]}, r"labels -1\.\.0"),
-        ("data_batch_3", {b"data": rows(2, 0), b"labels": [0, 10**30]}, "integers"),
-        ("data_batch_3", {b"data": rows(2, 0), b"labels": [0, None]}, "integers"),
-        ("data_batch_3", {b"data": rows(0, 0), b"labels": []}, "no images"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0)}, 'under "labels"'),
+        ("data_batch_3", {b"data": cifar_rows(2, 0)[:, :3000], b"labels": [0, 1]}, "rows of 3072"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0).astype(np.float32), b"labels": [0, 1]}, "uint8"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0).tolist(), b"labels": [0, 1]}, "uint8"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0), b"labels": [0, 1, 2]}, "2 images and 3 labels"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0), b"labels": [0, 10]}, r"labels 0\.\.10, not 0\.\.9"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0), b"labels": [-1, 0]}, r"labels -1\.\.0"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0), b"labels": [0, 10**30]}, "integers"),
+        ("data_batch_3", {b"data": cifar_rows(2, 0), b"labels": [0, None]}, "integers"),
+        ("data_batch_3", {b"data": cifar_rows(0, 0), b"labels": []}, "no images"),
         ("data_batch_3", [1, 2], "no dictionary"),
         ("batches.meta", {b"label_names": [b"a"]}, "10 names"),
         ("batches.meta", {}, "10 names"),
@@ -214,7 +188,7 @@ def test_wrong_content_is_explained(tmp_path, name, content, words):
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
 def test_a_damaged_file_gives_one_line_or_images(tmp_path, data_):
-    """Cut short anywhere it is an error; with changed bytes it may still be a dataset, never a traceback."""
+    """A truncated file is an error. A file with changed bytes may still be a dataset, but gives no traceback."""
     folder = write_cifar10(tmp_path, count=2)
     good = (folder / "test_batch").read_bytes()
     cut = data_.draw(st.booleans())
@@ -223,8 +197,8 @@ def test_a_damaged_file_gives_one_line_or_images(tmp_path, data_):
     else:
         head = data_.draw(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 255)), min_size=1, max_size=4))
         changed = bytearray(good)
-        for place, value in head:
-            changed[place if value % 2 else -1 - place] = value
+        for index, value in head:
+            changed[index if value % 2 else -1 - index] = value
         bad = bytes(changed)
     (folder / "test_batch").write_bytes(bad)
     message = complaint("cifar10", tmp_path)

@@ -1,38 +1,33 @@
-"""equipoise.data.svhn: the official .mat files are read, all else is refused in one line."""
+"""SVHN files: official .mat files are read, all others refused in one line."""
 
 import numpy as np
 import pytest
 from scipy.io import savemat
 
 import equipoise.data as data
+from data_helpers import svhn_content
 from equipoise.errors import UserError
-
-
-def content(count: int, seed: int) -> dict[str, np.ndarray]:
-    """As the official files: images last, labels 1..10 in a column."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3, count), dtype=np.uint8)
-    return {"X": pixels, "y": (np.arange(count) % 10 + 1).astype(np.uint8)[:, None]}
 
 
 @pytest.fixture
 def root(tmp_path):
     for split, count in (("train", 20), ("test", 11)):
-        savemat(tmp_path / f"{split}_32x32.mat", content(count, count))
+        savemat(tmp_path / f"{split}_32x32.mat", svhn_content(count, count))
     return tmp_path
 
 
-def test_images_and_labels_are_read_and_ten_means_zero(root):
+def test_images_and_labels_are_read_and_label_10_is_digit_0(root):
     splits = data.load("svhn", root)
     assert splits.train.images.shape == (20, 3, 32, 32)
     assert splits.test.labels.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     assert splits.classes == tuple("0123456789")
-    pixels = content(11, 11)["X"]
+    pixels = svhn_content(11, 11)["X"]
     for n, channel, y, x in [(0, 0, 0, 0), (10, 2, 31, 3), (4, 1, 7, 30)]:
         assert splits.test.images[n, channel, y, x] == pixels[y, x, channel, n]
 
 
 @pytest.mark.parametrize("name", ["train_32x32.mat", "test_32x32.mat"])
-def test_a_missing_file_is_named_with_its_place_and_origin(root, name):
+def test_a_missing_file_is_named_with_its_folder_and_origin(root, name):
     (root / name).unlink()
     with pytest.raises(UserError) as caught:
         data.load("svhn", root)
@@ -66,7 +61,7 @@ def test_a_truncated_file_is_explained(root, size):
     ],
 )
 def test_wrong_content_is_explained(root, change, words):
-    changed = {key: value for key, value in {**content(20, 20), **change}.items() if value is not None}
+    changed = {key: value for key, value in {**svhn_content(20, 20), **change}.items() if value is not None}
     savemat(root / "train_32x32.mat", changed)
     with pytest.raises(UserError, match=words) as caught:
         data.load("svhn", root)

@@ -17,26 +17,26 @@ from equipoise.errors import UserError
 
 
 def walked(codes: np.ndarray[Any, Any]) -> list[int]:
-    """The places, found by walking along the weight as the format says."""
-    skip, at, places = int(np.iinfo(codes.dtype).max), 0, []
+    """The indices, found by walking along the weight as the format says."""
+    skip, at, indices = int(np.iinfo(codes.dtype).max), 0, []
     for code in codes.tolist():
         at += code
         if code != skip:
-            places.append(at)
+            indices.append(at)
             at += 1
-    return places
+    return indices
 
 
 @given(st.sets(st.one_of(st.integers(0, 2000), st.integers(0, 300_000)), max_size=60))
-def test_gaps_lead_back_to_their_places(places: set[int]) -> None:
-    index = np.array(sorted(places), dtype=np.int64)
+def test_gaps_lead_back_to_their_indices(indices: set[int]) -> None:
+    index = np.array(sorted(indices), dtype=np.int64)
     codes = encode_gaps(index)
     assert walked(codes) == index.tolist()
     np.testing.assert_array_equal(decode_gaps(codes), index)
 
 
 @pytest.mark.parametrize(
-    ("places", "kind", "count"),
+    ("indices", "kind", "count"),
     [
         ([0, 1, 2], np.uint8, 3),
         ([254], np.uint8, 1),
@@ -48,13 +48,13 @@ def test_gaps_lead_back_to_their_places(places: set[int]) -> None:
         ([], np.uint8, 0),
     ],
 )
-def test_the_smaller_type_is_taken(places: list[int], kind: type, count: int) -> None:
-    codes = encode_gaps(np.array(places, dtype=np.int64))
+def test_the_smaller_type_is_taken(indices: list[int], kind: type, count: int) -> None:
+    codes = encode_gaps(np.array(indices, dtype=np.int64))
     assert (codes.dtype, len(codes)) == (np.dtype(kind), count)
 
 
 @given(arrays.arrays(np.uint8, st.integers(0, 50), elements=st.sampled_from([0, 1, 7, 254, 255])))
-def test_any_codes_give_ascending_places_or_are_refused(codes: np.ndarray[Any, Any]) -> None:
+def test_any_codes_give_ascending_indices_or_are_refused(codes: np.ndarray[Any, Any]) -> None:
     if len(codes) and codes[-1] == 255:
         with pytest.raises(UserError, match="end without a value"):
             decode_gaps(codes)
@@ -95,11 +95,11 @@ def test_int8_is_rounded_by_row(shape: tuple[int, ...], density: float, seed: in
     scale = np.abs(rows).max(1, keepdims=True) / 127
     parts = encode(weight, "int8")
     got = decode(parts, shape).numpy().astype(np.float64).reshape(rows.shape)
-    assert (np.abs(got - rows) <= scale * 0.501).all()  # half a step, and float32's own rounding
+    assert (np.abs(got - rows) <= scale * 0.501).all()  # half a step, and rounding of float32
     np.testing.assert_allclose(np.abs(got).max(1), np.abs(rows).max(1), rtol=1e-6)
     assert parts["values"].dtype is torch.int8
     if "gaps" in parts:
-        assert (parts["values"] != 0).all()  # what is rounded to zero is not stored
+        assert (parts["values"] != 0).all()  # values rounded to zero are not stored
 
 
 def test_a_full_weight_has_no_gaps_and_a_sparse_one_few_bytes() -> None:
@@ -111,14 +111,14 @@ def test_a_full_weight_has_no_gaps_and_a_sparse_one_few_bytes() -> None:
     assert sparse["values"].nbytes == 4 * active
 
 
-GOOD = {"values": torch.tensor([1.0, 2.0]), "gaps": torch.tensor([3, 1], dtype=torch.uint8)}  # places 3 and 5 of 6
+GOOD = {"values": torch.tensor([1.0, 2.0]), "gaps": torch.tensor([3, 1], dtype=torch.uint8)}  # indices 3 and 5 of 6
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"gaps": torch.tensor([3, 2], dtype=torch.uint8)}, "place 6 of 6"),
-        ({"gaps": torch.tensor([3], dtype=torch.uint8)}, "1 places for 2 values"),
+        ({"gaps": torch.tensor([3, 2], dtype=torch.uint8)}, "index 6 of 6"),
+        ({"gaps": torch.tensor([3], dtype=torch.uint8)}, "1 indices for 2 values"),
         ({"gaps": torch.tensor([3, -1], dtype=torch.int8)}, "uint8 or uint16"),
         ({"gaps": torch.tensor([3, 1], dtype=torch.int64)}, "uint8 or uint16"),
         ({"gaps": torch.tensor([[3, 1]], dtype=torch.uint8)}, "uint8 or uint16"),

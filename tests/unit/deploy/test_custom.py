@@ -1,4 +1,4 @@
-"""Models of one's own as small files."""
+"""Custom models as small files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from equipoise.sparse import pack
 from equipoise.topology.algorithm import Algorithm
 
 
-class Own(nn.Module):
-    """Not of the catalogue; with a table that is no parameter, and numbers that are no floats."""
+class Custom(nn.Module):
+    """A model that is not in the catalogue, with a buffer that is a matrix and one of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class Own(nn.Module):
 
 
 def trained(storage: str) -> nn.Module:
-    """A few steps of training, so that statistics and weights are not those of the start."""
+    """A model after a few steps of training, which change statistics and weights."""
     torch.manual_seed(0)
     algorithm: Algorithm = eq.SET(sparsity=0.95, every=2)
-    model: nn.Module = Own()
+    model: nn.Module = Custom()
     model = pack(model, algorithm) if storage == "packed" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if storage != "dense":
@@ -50,9 +50,9 @@ def trained(storage: str) -> nn.Module:
 
 @pytest.mark.parametrize("storage", ["dense", "masked", "packed"])
 def test_a_model_comes_back_as_it_was(tmp_path: Path, storage: str) -> None:
-    model, path = trained(storage), tmp_path / "own.safetensors"
+    model, path = trained(storage), tmp_path / "custom.safetensors"
     eq.save(model, path)
-    other = Own()
+    other = Custom()
     before = copy.deepcopy(other.state_dict())
     dense, fast = eq.load(path, dense=True, into=other), eq.load(path, into=other)
     x = torch.randn(20, 3, 8, 8)
@@ -64,7 +64,7 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, storage: str) -> None:
     state = eq.sparse.unpack(model)[0] if storage == "packed" else model.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in dense.state_dict().items())
     assert not any(p.requires_grad for p in dense.parameters())
-    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())  # a copy was filled
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())  # load filled a copy
 
 
 class Tied(nn.Module):
@@ -87,7 +87,7 @@ def test_models_that_cannot_be_packed_whole_run_too(tmp_path: Path, dtype: torch
     torch.testing.assert_close(found(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_the_file_is_as_small_as_what_is_active(tmp_path: Path) -> None:
+def test_the_file_is_as_small_as_the_active_weights(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
     model.register_buffer("table", torch.randn(4, 4))
@@ -119,13 +119,13 @@ class Slashes(nn.Module):
 def test_names_with_slashes(tmp_path: Path) -> None:
     model = Slashes("x/values").eval()
     eq.Static(sparsity=0.9).attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    eq.save(model, tmp_path / "own")
+    eq.save(model, tmp_path / "custom")
     x = torch.randn(3, 40)
     for dense in (True, False):
-        found = eq.load(tmp_path / "own", dense, into=Slashes("x/values"))
+        found = eq.load(tmp_path / "custom", dense, into=Slashes("x/values"))
         torch.testing.assert_close(found(x), model(x).detach())
-    model.register_parameter("x", nn.Parameter(torch.randn(4, 4)))  # whose values are called x/values in the file
-    with pytest.raises(eq.UserError, match='"x/values" is what a part of "x" is called'):
+    model.register_parameter("x", nn.Parameter(torch.randn(4, 4)))  # its values are called x/values in the file
+    with pytest.raises(eq.UserError, match='"x/values" is the name of a part of "x"'):
         eq.save(model, tmp_path / "clash")
     assert not (tmp_path / "clash").exists()
 
@@ -135,31 +135,31 @@ class Told(nn.Linear):
         return "words"
 
 
-def test_what_is_not_right_is_one_line(tmp_path: Path) -> None:
-    model, path = trained("masked"), tmp_path / "own.safetensors"
+def test_every_error_is_one_line(tmp_path: Path) -> None:
+    model, path = trained("masked"), tmp_path / "custom.safetensors"
     eq.save(model, path)
     with pytest.raises(eq.UserError, match="exists; force=True"):
         eq.save(model, path)
     eq.save(model, path, force=True)
-    with pytest.raises(eq.UserError, match="into=model"):
+    with pytest.raises(eq.UserError, match=r"file of a custom model.*into=model"):
         eq.load(path)
-    with pytest.raises(eq.UserError, match="is not of this model"):
+    with pytest.raises(eq.UserError, match="does not fit this model"):
         eq.load(path, into=nn.Linear(3, 3))
-    wider = Own()
+    wider = Custom()
     wider.head = nn.Linear(32 * 16, 11)
-    with pytest.raises(eq.UserError, match="is not of this model"):
+    with pytest.raises(eq.UserError, match="does not fit this model"):
         eq.load(path, into=wider)
-    with pytest.raises(eq.UserError, match="is no tensor"):
+    with pytest.raises(eq.UserError, match="is not a tensor"):
         eq.save(Told(3, 3), tmp_path / "told")
     with pytest.raises(eq.UserError, match="no type of values"):
         eq.save(model, tmp_path / "x", "int4")
     with pytest.raises(eq.UserError, match="there is no file"):
-        eq.load(tmp_path / "none", into=Own())
+        eq.load(tmp_path / "none", into=Custom())
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(eq.UserError, match="checksum"):
-        eq.load(path, into=Own())
+        eq.load(path, into=Custom())
     nn.init.constant_(model.get_parameter("head.bias"), float("nan"))
     with pytest.raises(eq.UserError, match="is not finite; there is nothing to deploy"):
         eq.save(model, tmp_path / "nan")
@@ -167,7 +167,7 @@ def test_what_is_not_right_is_one_line(tmp_path: Path) -> None:
 
 
 class Views(nn.Module):
-    """A forward that relies on the order of its activation in memory, as `view` does."""
+    """A forward that relies on the memory layout of its activation, as `view` does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Exporting runs: every format gives back the run's network, and no file is half-written."""
+"""Every export format gives back the network of the run, and no file is half-written."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 import equipoise
 from deploy_helpers import difference, images, random_network
 from equipoise import cli
+from equipoise.cli.common import open_run
 from equipoise.deploy import export as exporting
 from equipoise.deploy import onnx_model
 from equipoise.deploy.export import export
@@ -57,10 +58,10 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 @torch.no_grad()
 def outputs(run: Path, x: Tensor, best: bool = False) -> dict[str, Tensor]:
-    """The logits of the run's own model in each of its three states."""
-    trainer = cli._open(run, best)
+    """Logits of the model of a run with each of its three kinds of weights."""
+    trainer = open_run(run, best)
     found = {}
-    for way in three_ways(trainer.parts.model, trainer.fresh_images, trainer.parts.average):
+    for way in three_ways(trainer.parts.model, trainer.recalibration_images, trainer.parts.ema):
         found[way] = trainer.parts.model.eval()(x)
     return found
 
@@ -87,12 +88,14 @@ def test_each_way_and_checkpoint_is_what_the_run_computes(run: Path, x: Tensor, 
 def test_state_dict_has_the_usual_keys(run: Path, x: Tensor, command: Command, tmp_path: Path) -> None:
     status, out, _ = command("export", run, "weights.safetensors", "--format", "state_dict")
     assert status == 0
-    assert "images go in as (x - mean) / std" in out
+    assert "takes images as (x - mean) / std" in out
     model: Any = MODELS["small"](classes=10, channels=1, size=8)
     model.load_state_dict(load_file("weights.safetensors"))
-    own = cli._open(run).parts.model
-    assert all(torch.equal(a, b) for a, b in zip(own.state_dict().values(), model.state_dict().values(), strict=True))
-    model.normalize.set(own.normalize.mean, own.normalize.std)
+    trained = open_run(run).parts.model
+    state = model.state_dict()
+    assert state.keys() == trained.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in trained.state_dict().items())
+    model.normalize.set(trained.normalize.mean, trained.normalize.std)
     torch.testing.assert_close(model.eval()(x), outputs(run, x)["plain"])
     with pytest.raises(UserError, match="is not a packed network"):
         equipoise.load("weights.safetensors")
@@ -143,15 +146,15 @@ def test_rounded_values_are_smaller(run: Path, command: Command, tmp_path: Path)
     assert sizes[0] > 1.3 * sizes[1] > 1.5 * sizes[2]
 
 
-# What is refused
+# Requests that are refused
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--values", "int4"], 'no type of values is called "int4"; did you mean "int8"'),
-        (["--format", "tflite"], 'no format is called "tflite"; there is onnx, packed, state_dict'),
-        (["--weights", "best"], 'no weights are called "best"; there is plain, reestimated, averaged'),
+        (["--format", "tflite"], 'no format is called "tflite"; choose from onnx, packed, state_dict'),
+        (["--weights", "best"], 'no weights are called "best"; choose from plain, bn_recalibrated, ema'),
         (["--format", "state_dict", "--values", "bf16"], "only the packed format has bf16 values"),
     ],
 )
@@ -165,7 +168,7 @@ def test_wrong_words(run: Path, command: Command, tmp_path: Path, words: list[st
 
 def test_paths_that_cannot_be_written(run: Path, command: Command, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
-    assert "there exists; --force writes over it" in command("export", run, "there")[2]
+    assert "there exists; --force overwrites it" in command("export", run, "there")[2]
     assert (tmp_path / "there").read_text() == "mine"
     assert "is a folder" in command("export", run, tmp_path)[2]
     assert "there is no folder" in command("export", run, "no/out")[2]
@@ -178,14 +181,14 @@ def test_paths_that_cannot_be_written(run: Path, command: Command, tmp_path: Pat
 
 
 def test_a_run_without_average(run: Path) -> None:
-    trainer = cli._open(run)
-    trainer.parts.average = None
-    with pytest.raises(UserError, match="keeps no average"):
+    trainer = open_run(run)
+    trainer.parts.ema = None
+    with pytest.raises(UserError, match="no averaged weights"):
         network_of(trainer, "ema")
 
 
 def test_packed_storage_exports_alike(run: Path) -> None:
-    trainer = cli._open(run)
+    trainer = open_run(run)
     masked = network_of(trainer)
     trainer.parts.model = pack(trainer.parts.model, trainer.parts.topology.masks)
     assert not trainer.parts.model.state_dict().keys() & {"classifier.weight"}
@@ -196,7 +199,7 @@ def test_packed_storage_exports_alike(run: Path) -> None:
 
 
 def test_exporting_leaves_the_run_as_it_was(run: Path, x: Tensor) -> None:
-    trainer = cli._open(run)
+    trainer = open_run(run)
     before = {key: tensor.clone() for key, tensor in trainer.parts.model.state_dict().items()}
     network_of(trainer, "ema")
     assert trainer.parts.model.training

@@ -1,4 +1,4 @@
-"""Folded norms: the same function, judged in float64, and only where the graph allows."""
+"""Folded norms: the same function in float64, and only if the graph allows it."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def test_folding_keeps_the_function(name: str, folded: int, left: int) -> None:
 
 
 class Shared(nn.Module):
-    """A layer that two things read, one that is called twice, and a norm that follows neither."""
+    """A layer with two readers, a layer that is called twice, and a norm after a norm."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.read_twice, self.called_twice, self.own = (nn.Conv2d(3, 3, 1) for _ in range(3))
+        self.read_twice, self.called_twice, self.alone = (nn.Conv2d(3, 3, 1) for _ in range(3))
         self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.read_twice(x)
         x = self.norms[0](y) + y
         x = self.norms[1](self.called_twice(self.called_twice(x)))
-        return self.norms[3](self.norms[2](self.own(x)))
+        return self.norms[3](self.norms[2](self.alone(x)))
 
 
 def test_shared_layers_keep_their_norms() -> None:
@@ -50,7 +50,7 @@ def test_shared_layers_keep_their_norms() -> None:
         model(torch.randn(8, 3, 4, 4).double() + 1)
     model.eval()
     judge, x = copy.deepcopy(model), torch.randn(2, 3, 4, 4).double()
-    assert fold(model) == {"norms.2": "own"}
+    assert fold(model) == {"norms.2": "alone"}
     with torch.no_grad():
         torch.testing.assert_close(model(x), judge(x), rtol=1e-9, atol=1e-9)
 

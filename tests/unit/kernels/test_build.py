@@ -14,11 +14,11 @@ from equipoise.kernels import build
 
 TESTS = Path(__file__).parents[1]
 needs_compiler = pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc")
-REPORT = "from equipoise.kernels import library as kernels; print(kernels.available(), kernels.reason())"
+REPORT = "from equipoise.kernels import library; print(library.available(), library.reason())"
 
 
 def python(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
+    """The output of a new interpreter."""
     source = str(Path(build.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -72,7 +72,7 @@ def test_a_library_of_another_version_is_not_used(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_loads_no_kernels() -> None:
-    code = "import equipoise; from equipoise.kernels import library; print(library._load.cache_info().currsize)"
+    code = "import equipoise; from equipoise.kernels import library; print(library._find.cache_info().currsize)"
     assert python(code) == "0"
 
 

@@ -1,4 +1,4 @@
-"""Memory in huge pages: zero, apart from each other, and each process's own."""
+"""Memory in huge pages is zero, does not overlap, and is private to a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.kernels.huge_pages import FLOAT, HUGE_PAGE, Slab, zeros
-from equipoise.kernels.taps import ConvShape, Pattern
 
 
 @pytest.mark.parametrize("count", [0, 1, HUGE_PAGE // FLOAT - 1, HUGE_PAGE // FLOAT, 3 * HUGE_PAGE // FLOAT + 5])
@@ -46,19 +45,6 @@ def test_pieces_of_a_slab_do_not_overlap(counts: list[int]) -> None:
         assert piece.data_ptr() % 64 == 0 or piece.numel() == 0
         piece.fill_(number)
     assert all((piece == number).all() for number, piece in enumerate(pieces, 1))
-
-
-def test_a_pattern_notices_indices_that_change_in_place() -> None:
-    index = torch.tensor([0, 2], dtype=torch.int32)
-    pattern = Pattern(ConvShape(2, 2), index)
-    assert pattern.fits(index)
-    index[1] = 3
-    assert not pattern.fits(index)
-    index[1] = 2
-    assert pattern.fits(index)
-    assert pattern.fits(index.clone())
-    index.data = torch.tensor([1, 2], dtype=torch.int32)  # as a snapshot does
-    assert not pattern.fits(index)
 
 
 def test_huge_pages_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from equipoise.errors import UserError
-from equipoise.kernels import arena
-from equipoise.kernels import library as kernels
-from equipoise.kernels import operators as functional
-from equipoise.kernels.blocked import Blocked, from_blocked, to_blocked
+from equipoise.kernels import library, operators
+from equipoise.kernels.arena import Border
+from equipoise.kernels.blocked import from_blocked, to_blocked
 from equipoise.kernels.operators import BATCH, FIXED, IDENTITY, Fused
 from equipoise.kernels.taps import ConvShape, Pattern
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
+pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason())
 
 small = st.integers(1, 3)
 borders = st.tuples(st.integers(0, 2), st.integers(0, 2))
@@ -84,7 +83,7 @@ def assert_close(mine: Tensor, exact: Tensor, terms: int) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(convolutions(), borders, borders, st.booleans())
-def test_convolution_and_its_gradients(case: Case, before: arena.Border, after: arena.Border, biased: bool) -> None:
+def test_convolution_and_its_gradients(case: Case, before: Border, after: Border, biased: bool) -> None:
     shape = case.shape
     x, weight, bias, index = random_layer(case)
     xd, wd, bd = leaf(x), leaf(weight), leaf(bias)
@@ -93,7 +92,7 @@ def test_convolution_and_its_gradients(case: Case, before: arena.Border, after: 
     exact.backward(dy)
 
     xs, values, bs = leaf(x.float()), leaf(weight.flatten()[index].float()), leaf(bias.float())
-    blocked = functional.conv(to_blocked(xs, before), values, bs if biased else None, Pattern(shape, index), after)
+    blocked = operators.conv(to_blocked(xs, before), values, bs if biased else None, Pattern(shape, index), after)
     mine = from_blocked(blocked)
     mine.backward(dy.float())
 
@@ -123,7 +122,7 @@ def test_convolution_and_its_gradients(case: Case, before: arena.Border, after: 
     st.integers(0, 999),
 )
 def test_fused_norm_relu_pool(
-    shape: tuple[int, ...], norm: int, relu: bool, extra: str, scaled: bool, border: arena.Border, seed: int
+    shape: tuple[int, ...], norm: int, relu: bool, extra: str, scaled: bool, border: Border, seed: int
 ) -> None:
     torch.manual_seed(seed)
     x = 2 * torch.randn(shape, dtype=torch.float64) + 5
@@ -150,10 +149,10 @@ def test_fused_norm_relu_pool(
     other = to_blocked(rs) if extra == "residual" else None
     parameters = (gs, bs) if scaled and norm else (None, None)
     running = mine_running if norm else None
-    mine = from_blocked(functional.fused(to_blocked(xs), how, parameters[0], parameters[1], running, other))
+    mine = from_blocked(operators.fused(to_blocked(xs), how, parameters[0], parameters[1], running, other))
     mine.backward(dy.float())
 
-    # A value within rounding of a kink may fall on its other side: judge all but the few that did.
+    # A value within rounding of a kink may fall on its other side: allow a few such values.
     def mostly_close(a: Tensor, b: Tensor, scale: float) -> None:
         far = (a.double() - b).abs() > 1e-3 * scale
         assert far.sum() <= 0.01 * far.numel()
@@ -177,12 +176,12 @@ def test_fused_norm_relu_pool(
 
 
 def test_variance_does_not_cancel() -> None:
-    """Values far from zero with a small spread: squares in float32 would lose all digits."""
+    """With values far from zero and a small spread, squares in float32 would lose all digits."""
     torch.manual_seed(0)
     x = 1e4 + torch.randn(32, 3, 8, 8, dtype=torch.float64)
     x = x.float().double()
     exact = F.batch_norm(x, None, None, None, None, True)
-    mine = from_blocked(functional.fused(to_blocked(x.float()), Fused(BATCH)))
+    mine = from_blocked(operators.fused(to_blocked(x.float()), Fused(BATCH)))
     torch.testing.assert_close(mine.double(), exact, rtol=1e-2, atol=1e-2)
 
 
@@ -190,10 +189,10 @@ def test_variance_does_not_cancel() -> None:
 def test_a_diverged_activation_stays_visible(value: float) -> None:
     x = torch.ones(2, 1, 4, 4)
     x[0, 0, 1, 1] = value
-    pooled = from_blocked(functional.max_pool(to_blocked(x), relu=True))
+    pooled = from_blocked(operators.max_pool(to_blocked(x), relu=True))
     assert torch.equal(pooled.isfinite(), F.max_pool2d(x.relu(), 2).isfinite())
     pattern = Pattern(ConvShape(1, 1), torch.zeros(1, dtype=torch.int64))
-    out = from_blocked(functional.conv(to_blocked(x), torch.ones(1), None, pattern, relu=True))
+    out = from_blocked(operators.conv(to_blocked(x), torch.ones(1), None, pattern, relu=True))
     assert torch.equal(out.isfinite(), x.isfinite())
 
 
@@ -211,7 +210,7 @@ def test_average_pool_and_flatten(
     x, xs = (leaf(torch.randn(images, channels, *size)) for _ in range(2))
     xs = leaf(x)
     exact = (F.avg_pool2d(x, kernel) if kernel else x.mean((2, 3), keepdim=True)).flatten(1)
-    mine = from_blocked(functional.flatten(functional.avg_pool(to_blocked(xs, (1, 1)), kernel)))
+    mine = from_blocked(operators.flatten(operators.avg_pool(to_blocked(xs, (1, 1)), kernel)))
     weight = torch.randn_like(exact)
     (exact * weight).sum().backward()
     (mine * weight).sum().backward()
@@ -222,7 +221,7 @@ def test_average_pool_and_flatten(
 
 @given(st.integers(1, 40), st.sampled_from([(3,), (2, 5), (3, 4, 6)]), borders, st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_layout_round_trip(images: int, shape: tuple[int, ...], border: arena.Border, flipped: bool) -> None:
+def test_layout_round_trip(images: int, shape: tuple[int, ...], border: Border, flipped: bool) -> None:
     x = torch.randn(images, *shape)
     x = x.transpose(0, -1).contiguous().transpose(0, -1) if flipped else x
     blocked = to_blocked(x, border)
@@ -237,8 +236,8 @@ def step(images: int = 33) -> list[Tensor]:
     shape = ConvShape(24, 20, (3, 3), (1, 1), (1, 1))
     index = (torch.rand(shape.weight_numel) < 0.1).nonzero().flatten()
     x, values = leaf(torch.randn(images, 20, 9, 9)), leaf(torch.randn(index.numel()))
-    y = functional.conv(to_blocked(x, (1, 1)), values, None, Pattern(shape, index))
-    out = from_blocked(functional.fused(y, Fused(BATCH, relu=True, pool=True)))
+    y = operators.conv(to_blocked(x, (1, 1)), values, None, Pattern(shape, index))
+    out = from_blocked(operators.fused(y, Fused(BATCH, relu=True, pool=True)))
     out.square().sum().backward()
     assert x.grad is not None
     assert values.grad is not None
@@ -262,7 +261,7 @@ def test_same_bits_every_time_at_a_number_of_threads_and_nearly_so_at_any(thread
 
 
 def answer_of_child(work: Callable[[], float]) -> float:
-    """What `work` gives in a forked process; fails where that process hangs."""
+    """The result of `work` in a forked process; fails if that process hangs."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -279,20 +278,20 @@ def answer_of_child(work: Callable[[], float]) -> float:
 
 
 def test_a_forked_child_still_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DataLoader workers fork after the pool of threads has run; its threads do not exist in the child."""
+    """DataLoader workers fork after the pool of threads has started; its threads do not exist in the child."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         expected = float(step()[0].sum())
-        torch.set_num_threads(1)  # keeps torch's own operations out of it: they would hang in the child
-        monkeypatch.setattr(kernels, "threads", lambda: 2)
+        torch.set_num_threads(1)  # torch's operations would hang in the child
+        monkeypatch.setattr(library, "threads", lambda: 2)
         assert answer_of_child(lambda: float(step()[0].sum())) == expected
     finally:
         torch.set_num_threads(before)
 
 
 class Computing(Dataset[Tensor]):
-    """A dataset whose items come out of the kernels."""
+    """A dataset whose items are computed by the kernels."""
 
     def __len__(self) -> int:
         return 4
@@ -307,29 +306,8 @@ def test_dataloader_workers_may_use_the_kernels() -> None:
     assert [float(x) for x in loader] == [float(x) for x in expected]
 
 
-def test_buffers_are_used_again_and_keep_their_border() -> None:
-    arena.clear()
-    first = arena.take((2, 3, 4, 5), (1, 2))
-    address = first.data_ptr()
-    first.fill_(7.0)
-    del first
-    again = arena.take((2, 3, 4, 5), (1, 2))
-    assert again.data_ptr() == address
-    whole = again.as_strided((2, 3, 6, 9, 16), (3 * 6 * 9 * 16, 6 * 9 * 16, 9 * 16, 16, 1), 0)
-    assert float(whole.sum()) == 7.0 * again.numel()
-    assert arena.take((2, 3, 4, 5), (1, 2)).data_ptr() != address
-
-
-def test_a_tensor_from_elsewhere_has_no_border() -> None:
-    inner = torch.ones(1, 1, 4, 4, 16)[:, :, 1:3, 1:3]
-    assert arena.border_of(inner) == (0, 0)
-    pattern = Pattern(ConvShape(1, 1, (3, 3), padding=(1, 1)), torch.arange(9))
-    out = functional.conv(Blocked(inner, 16), torch.ones(9), None, pattern)
-    assert torch.equal(from_blocked(out)[0, 0], torch.full((2, 2), 4.0))
-
-
 @pytest.mark.parametrize("x", [torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2), torch.zeros(1, 2, 3, 4, 5)])
-def test_what_cannot_be_blocked_is_refused(x: Tensor) -> None:
+def test_other_types_and_dimensions_are_refused(x: Tensor) -> None:
     with pytest.raises(UserError, match="packed layers"):
         to_blocked(x)
 
@@ -337,6 +315,22 @@ def test_what_cannot_be_blocked_is_refused(x: Tensor) -> None:
 def test_wrong_channels_and_too_small_maps_are_refused() -> None:
     pattern = Pattern(ConvShape(4, 3, (3, 3)), torch.arange(5))
     with pytest.raises(UserError, match="3 channels"):
-        functional.conv(to_blocked(torch.zeros(1, 2, 5, 5)), torch.ones(5), None, pattern)
+        operators.conv(to_blocked(torch.zeros(1, 2, 5, 5)), torch.ones(5), None, pattern)
     with pytest.raises(UserError, match="too small"):
-        functional.conv(to_blocked(torch.zeros(1, 3, 2, 2)), torch.ones(5), None, pattern)
+        operators.conv(to_blocked(torch.zeros(1, 3, 2, 2)), torch.ones(5), None, pattern)
+
+
+def test_pooling_is_along_the_axes_of_torch_or_refused() -> None:
+    x = to_blocked(torch.rand(2, 3, 8))
+    for wrong in (operators.max_pool, operators.avg_pool):
+        with pytest.raises(UserError, match="4 dimensions"):
+            wrong(x)
+    with pytest.raises(UserError, match="too small"):
+        operators.max_pool(to_blocked(torch.rand(2, 3, 1, 8)))
+    with pytest.raises(UserError, match="too small"):
+        operators.avg_pool(to_blocked(torch.rand(2, 3, 8, 2)), (3, 3))
+
+
+def test_a_residual_of_other_images_is_refused() -> None:
+    with pytest.raises(UserError, match="residual"):
+        operators.add(to_blocked(torch.rand(2, 3, 4, 4)), to_blocked(torch.rand(3, 3, 4, 4)))

@@ -1,4 +1,4 @@
-"""The models: exact sizes, maps and densities of the papers, and what every model promises."""
+"""Models: sizes, feature maps and densities of the papers, and properties of every model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from equipoise import models
 from equipoise.errors import UserError
 from equipoise.models import MODELS, Normalize, WideResNet
 from equipoise.models.resnet import BasicBlock, Bottleneck
-from equipoise.models.wrn import WideBlock
+from equipoise.models.wide_resnet import WideBlock
 
 NAMES = ["small", "mlp", "vgg16", "vgg_c", "resnet18", "resnet34", "resnet50", "wrn_28_4"]
 NARROW: dict[str, dict[str, Any]] = {name: {"width": 8} for name in ("resnet18", "resnet34", "resnet50")}
@@ -26,17 +26,17 @@ SIDES = {"small": 8, "mlp": 8}
 
 
 def parameters(model: nn.Module) -> int:
-    """All numbers that are learned."""
+    """Number of learned values."""
     return sum(p.numel() for p in model.parameters())
 
 
 def prunable(model: nn.Module) -> dict[str, int]:
-    """Sizes of the weights of convolutions and linear layers: the tensors with two axes or more."""
+    """Sizes of the weights of convolutions and linear layers: tensors with at least two axes."""
     return {name: p.numel() for name, p in model.named_parameters() if p.ndim >= 2}
 
 
 def small_instance(name: str) -> tuple[Any, Tensor]:
-    """The model by that name, ResNets narrowed for speed, and a batch for it."""
+    """A model (ResNets are narrow, for speed) and a batch for it."""
     torch.manual_seed(0)
     model = MODELS[name](**NARROW.get(name, {}))
     side = SIDES.get(name, 32)
@@ -44,7 +44,7 @@ def small_instance(name: str) -> tuple[Any, Tensor]:
 
 
 def randomise_norms(module: nn.Module) -> None:
-    """Give BatchNorm layers statistics and affine weights that a mistake would show in."""
+    """Give BatchNorm layers random statistics and affine weights, so that they are not the identity."""
     for norm in module.modules():
         if isinstance(norm, nn.BatchNorm2d | nn.BatchNorm1d):
             for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
@@ -56,7 +56,7 @@ def randomise_norms(module: nn.Module) -> None:
 
 
 def test_vgg_c_has_11_323_466_parameters_of_all_kinds_and_16_prunable_tensors() -> None:
-    """The papers' number counts everything learned, biases and BatchNorm too; 11,307,712 are prunable."""
+    """The papers count all parameters, biases and BatchNorm included; 11,307,712 are prunable."""
     model = models.vgg_c()
     assert parameters(model) == 11_323_466
     assert len(prunable(model)) == 16
@@ -64,14 +64,14 @@ def test_vgg_c_has_11_323_466_parameters_of_all_kinds_and_16_prunable_tensors() 
 
 
 def test_bsr_models_have_the_prunable_weights_of_the_paper() -> None:
-    """Here the papers' number counts the weights of convolutions and linear layers only."""
+    """These papers count the weights of convolutions and linear layers only."""
     assert len(prunable(models.vgg16())) == 16
     assert sum(prunable(models.vgg16()).values()) == 15_302_848
     assert sum(prunable(models.wrn_28_4()).values()) == 5_841_840
 
 
 def test_resnet34_of_itop_has_21_282_112_parameters_of_all_kinds() -> None:
-    """ITOP's classifier has no bias: that is what separates it from the usual 21,282,122."""
+    """ITOP's classifier has no bias; with it there are the usual 21,282,122."""
     assert parameters(models.resnet34(bias=False)) == 21_282_112
     assert parameters(models.resnet34()) == 21_282_122
 
@@ -127,7 +127,7 @@ def test_vgg_c_widens_its_maps_at_the_1x1_convolutions() -> None:
 @pytest.mark.parametrize("name", ["vgg16", "vgg_c", "small", "mlp"])
 @settings(max_examples=8, deadline=None)
 @given(size=st.integers(16, 70))
-def test_any_input_size_that_is_asked_for(name: str, size: int) -> None:
+def test_any_input_size(name: str, size: int) -> None:
     with torch.device("meta"):
         model = MODELS[name](channels=1, size=size)
         assert model(torch.empty(2, 1, size, size)).shape == (2, 10)
@@ -268,7 +268,7 @@ def test_bsr_densities_refuse_an_impossible_target(density: float) -> None:
         models.vgg16().bsr_densities(density)
 
 
-# What every model promises
+# All models
 
 
 def test_catalogue_has_every_model_with_a_line_of_description() -> None:
@@ -311,7 +311,7 @@ def test_normalising_inside_equals_normalising_outside(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_normalize_is_no_part_of_the_state(name: str) -> None:
+def test_normalize_is_not_in_the_state_dict(name: str) -> None:
     model, _ = small_instance(name)
     assert isinstance(model.normalize, Normalize)
     assert not any("normalize" in key for key in model.state_dict())
@@ -319,7 +319,7 @@ def test_normalize_is_no_part_of_the_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_device_and_no_type_are_hard_coded(name: str) -> None:
+def test_no_device_and_no_dtype_are_hard_coded(name: str) -> None:
     model, x = small_instance(name)
     assert model.double()(x.double()).dtype == torch.float64
     assert model.to("meta")(x.double().to("meta")).device.type == "meta"
@@ -338,45 +338,45 @@ def test_normalize_starts_as_the_identity() -> None:
     [
         ([0.5], [0.5, 0.5, 0.5], "mean has 1 numbers; .* 3 channels"),
         ([0.5, 0.5, 0.5], [0.5, 0.5], "std has 2 numbers; .* 3 channels"),
-        ([0.5, 0.5, 0.5], [0.5, 0.0, 0.5], "std is .* above 0"),
-        ([0.5, math.nan, 0.5], [0.5, 0.5, 0.5], "mean is .* finite"),
+        ([0.5, 0.5, 0.5], [0.5, 0.0, 0.5], "std=.* above 0"),
+        ([0.5, math.nan, 0.5], [0.5, 0.5, 0.5], "mean=.* finite"),
     ],
 )
-def test_normalize_refuses_what_cannot_be(mean: list[float], std: list[float], message: str) -> None:
+def test_normalize_refuses_wrong_statistics(mean: list[float], std: list[float], message: str) -> None:
     normalize = Normalize(3)
     with pytest.raises(UserError, match=message):
         normalize.set(mean, std)
-    assert not normalize.mean.any(), "a refused setting must leave no trace"
+    assert not normalize.mean.any(), "a refused setting must change nothing"
 
 
-# Wrong options
+# Errors
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("resnet18", {"stem": "mnist"}, 'stem is "mnist"; it must be "cifar" or "imagenet"'),
-        ("resnet50", {"width": 0}, "width is 0"),
-        ("resnet34", {"classes": 2.5}, "classes is 2.5"),
-        ("wrn_28_4", {"channels": True}, "channels is True"),
-        ("vgg16", {"size": 15}, "size is 15, too small"),
-        ("vgg_c", {"size": 3}, "size is 3, too small"),
-        ("vgg_c", {"classes": 0}, "classes is 0"),
-        ("small", {"size": 3}, "size is 3; .* at least 4"),
-        ("mlp", {"hidden": -1}, "hidden is -1"),
+        ("resnet18", {"stem": "mnist"}, 'stem="mnist" must be "cifar" or "imagenet"'),
+        ("resnet50", {"width": 0}, "width=0"),
+        ("resnet34", {"classes": 2.5}, "classes=2.5"),
+        ("wrn_28_4", {"channels": True}, "channels=True"),
+        ("vgg16", {"size": 15}, "size=15 is too small"),
+        ("vgg_c", {"size": 3}, "size=3 is too small"),
+        ("vgg_c", {"classes": 0}, "classes=0"),
+        ("small", {"size": 3}, "size=3 .* at least 4"),
+        ("mlp", {"hidden": -1}, "hidden=-1"),
     ],
 )
-def test_wrong_options_are_told(name: str, options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_explained(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         MODELS[name](**options)
 
 
 @pytest.mark.parametrize("depth", [4, 12, 27])
 def test_wide_resnet_refuses_an_impossible_depth(depth: int) -> None:
-    with pytest.raises(UserError, match=f"depth is {depth}; .* 6n \\+ 4"):
+    with pytest.raises(UserError, match=f"depth={depth} .* 6n \\+ 4"):
         WideResNet(depth, 2)
 
 
-def test_unknown_model_is_told() -> None:
+def test_an_unknown_model_is_explained() -> None:
     with pytest.raises(UserError, match='did you mean "vgg_c"'):
         MODELS["vgg-c"]

@@ -1,4 +1,4 @@
-"""PGD against Foolbox, exact bounds in exact arithmetic, and a model that is left as it was."""
+"""PGD against Foolbox, bounds in exact arithmetic, and a model that is left unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.objectives.attack import PGD, fgsm
-from equipoise.objectives.ball import L2Ball, LinfBall
+from equipoise.objectives.norm_ball import L2Ball, LinfBall
 
 
 def convnet(dtype: torch.dtype = torch.float64, classes: int = 5, seed: int = 0) -> nn.Module:
@@ -34,7 +34,7 @@ def convnet(dtype: torch.dtype = torch.float64, classes: int = 5, seed: int = 0)
 def images(count: int = 8, dtype: torch.dtype = torch.float64, seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(count, 2, 4, 4, generator=generator, dtype=torch.float64)
-    x[0, 0, 0], x[0, 1, 0] = 0.0, 1.0  # pixels at the ends of their range
+    x[0, 0, 0], x[0, 1, 0] = 0.0, 1.0  # pixels at both ends of the range
     return x.to(dtype), torch.randint(5, (count,), generator=generator)
 
 
@@ -42,7 +42,7 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# --- the same examples as Foolbox
+# Foolbox as the oracle
 
 
 def foolbox_examples(attack: PGD, model: nn.Module, x: Tensor, y: Tensor, start: Tensor | None) -> Tensor:
@@ -101,7 +101,7 @@ def test_margin_gradient_points_from_the_label_to_its_best_rival() -> None:
         assert torch.equal(gradient[0], weight[rival] - weight[label])
 
 
-# --- never out of bounds
+# Bounds
 
 
 @st.composite
@@ -145,7 +145,7 @@ def test_never_leaves_the_ball_or_the_pixel_range(situation: tuple[PGD, Tensor],
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_the_whole_ball_is_used(norm: str) -> None:
-    """The safety margin of the bounds is rounding, not caution."""
+    """The safety margin of the bounds is a few rounding errors."""
     x = torch.full((2, 1000), 0.5)
     model = nn.Linear(1000, 2)
     example = PGD(norm, 0.3, 0.1, steps=9, start="none").perturb(model, x, torch.tensor([0, 1]))
@@ -155,10 +155,10 @@ def test_the_whole_ball_is_used(norm: str) -> None:
 
 
 def test_small_steps_move_16_bit_images() -> None:
-    """2.5·ε/50 is less than half the spacing of bfloat16 pixels near 1: rounded every step, none would move."""
+    """2.5·ε/50 is less than half the spacing of bfloat16 near 1: rounded at every step, no pixel would move."""
     x = torch.full((1, 64), 0.9, dtype=torch.bfloat16)
     model = nn.Linear(64, 2).bfloat16()
-    model.weight.data[0], model.weight.data[1] = 0.1, -0.1  # no two are equal, or that pixel has no gradient
+    model.weight.data[0], model.weight.data[1] = 0.1, -0.1  # different rows, so that every pixel has a gradient
     example = PGD(step_size=2.5 * 8 / 255 / 50, steps=50, start="none").perturb(model, x, torch.tensor([0]))
     assert ((example - x).abs() > 0.02).all()
 
@@ -181,11 +181,11 @@ def test_l2_steps_have_full_length_under_a_vanishing_gradient() -> None:
     assert torch.linalg.vector_norm(example - x).item() == pytest.approx(0.1, rel=1e-5)
 
 
-# --- nothing is left behind
+# No side effects
 
 
 @pytest.mark.parametrize("early_exit", [False, True])
-def test_the_model_and_the_global_rng_are_left_as_they_were(early_exit: bool) -> None:
+def test_the_model_and_the_global_rng_are_left_unchanged(early_exit: bool) -> None:
     model, (x, y) = convnet(), images()
     model.train()
     model[1].eval()  # a frozen BatchNorm in a training model
@@ -221,14 +221,14 @@ def test_the_model_is_restored_after_an_error() -> None:
     assert model.weight.requires_grad
 
 
-def test_eval_mode_is_what_is_attacked() -> None:
+def test_the_model_is_attacked_in_eval_mode() -> None:
     model, (x, y) = convnet(), images()
     in_train = PGD().perturb(model.train(), x, y, seeded())
     assert torch.equal(in_train, PGD().perturb(model.eval(), x, y, seeded()))
 
 
 class Watched(torch.autograd.Function):
-    """x @ w.T that keeps a record of the gradients autograd asks it for."""
+    """x @ w.T that records which gradients autograd requests."""
 
     asked: ClassVar[list[tuple[bool, ...]]] = []
 
@@ -262,8 +262,8 @@ def test_works_inside_no_grad() -> None:
 
 
 @pytest.mark.parametrize(("norm", "loss"), [("linf", "ce"), ("l2", "ce"), ("linf", "kl"), ("linf", "margin")])
-def test_no_step_waits_for_the_host(norm: str, loss: str) -> None:
-    """Tensors on the meta device hold no values: reading one, as a synchronisation would, is an error."""
+def test_no_step_synchronises_with_the_host(norm: str, loss: str) -> None:
+    """Tensors on the meta device hold no values, so reading one, as a synchronisation does, raises."""
     model, (x, y) = convnet().to("meta"), images()
     example = PGD(norm, loss=loss).perturb(model, x.to("meta"), y.to("meta"), seeded())
     assert example.shape == x.shape
@@ -273,7 +273,7 @@ def test_no_step_waits_for_the_host(norm: str, loss: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", ["linf", "l2"])
-def test_no_step_waits_for_the_host_on_a_gpu(norm: str) -> None:
+def test_no_step_synchronises_with_the_host_on_a_gpu(norm: str) -> None:
     model, (x, y) = convnet(torch.float32).cuda(), images(dtype=torch.float32)
     x, y, generator = x.cuda(), y.cuda(), torch.Generator("cuda").manual_seed(0)
     attack = PGD(norm, 0.5)
@@ -316,7 +316,7 @@ def test_a_compiled_model_can_be_attacked() -> None:
     assert model.training
 
 
-# --- said in words
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_a_compiled_model_can_be_attacked() -> None:
     [
         ({"norm": "l1"}, 'no norm is called "l1"'),
         ({"loss": "hinge"}, 'no attack loss is called "hinge"'),
-        ({"start": "gauss"}, 'starts "uniform"'),
+        ({"start": "gauss"}, 'start must be "uniform"'),
         ({"eps": -0.1}, "eps must be"),
         ({"eps": float("nan")}, "eps must be"),
         ({"eps": 8}, "8/255"),
@@ -360,5 +360,5 @@ def test_a_model_without_input_gradient_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.one_hot((x.sum(1) > 2).long(), 2).float()
 
-    with pytest.raises(UserError, match="no gradient in its input"):
+    with pytest.raises(UserError, match="no gradient with respect to its input"):
         PGD().perturb(Steps(), torch.rand(3, 4), torch.zeros(3).long(), seeded())

@@ -1,4 +1,4 @@
-"""Objectives against float64 oracles written by hand for a linear model."""
+"""Objectives against float64 oracles for a linear model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kl(p: Array, q: Array) -> Array:
 
 
 class Problem:
-    """Three-class linear regression on 6 pixels: W x + b, in numpy and as a module."""
+    """A linear classifier of 6 pixels in three classes, W x + b, in numpy and as a module."""
 
     def __init__(self, seed: int = 0, scale: float = 3.0) -> None:
         rng = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ def mart_loss(problem: Problem, w: Array, beta: float = 5.0) -> float:
     return total / len(problem.y)
 
 
-# --- TRADES
+# TRADES
 
 
 @pytest.mark.parametrize("steps", [3, 10])  # before and after the box is reached
@@ -105,7 +105,7 @@ def test_trades_loss_and_gradient_equal_the_oracle() -> None:
     np.testing.assert_allclose(problem.model.weight.grad.numpy(), expected, rtol=1e-10)
 
 
-# --- MART
+# MART
 
 
 @pytest.mark.parametrize("steps", [3, 10])
@@ -134,7 +134,7 @@ def test_mart_loss_and_gradient_equal_the_oracle(seed: int) -> None:
         assert problem.model.weight.grad[k, j].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
-# --- standard, AT, mixed
+# Standard, AT, mixed
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -167,8 +167,8 @@ def test_at_mixes_in_the_clean_loss(fraction: float) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_clean_images_leave_no_trace_in_running_statistics(packed: bool) -> None:
-    """Equal after a step to those of attacked images alone; the gradient is that of both losses."""
+def test_clean_images_do_not_update_running_statistics(packed: bool) -> None:
+    """Statistics are those of the attacked images alone; the gradient is that of both losses."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)
@@ -203,12 +203,12 @@ def test_mixed_attacks_the_second_half(count: int) -> None:
     assert logits.shape == (count, 3)
 
 
-# --- what every objective promises
+# All objectives
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_batch_order_and_restored_model(name: str) -> None:
-    """batch[0] are the images behind the logits; preparing leaves the model, the images and the RNG alone."""
+    """batch[0] holds the images of the logits; preparing changes neither the model, the images nor the RNG."""
     objective = OBJECTIVES[name]()
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -231,7 +231,7 @@ def test_batch_order_and_restored_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_two_models_see_the_same_batch(name: str) -> None:
-    """A prepared batch is a function of the model it was prepared on, not of the one the loss is taken of."""
+    """The loss of another model is computed on the images prepared for the first one."""
     objective, now, then = OBJECTIVES[name](), Problem(0), Problem(1)
     x, y = now.tensors("x", "y")
     batch = objective.prepare(now.model, x, y, torch.Generator().manual_seed(0))
@@ -250,7 +250,7 @@ def test_two_models_see_the_same_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
-def test_the_attack_comes_from_the_generator_alone(name: str) -> None:
+def test_the_attack_draws_from_the_generator_alone(name: str) -> None:
     objective, problem = OBJECTIVES[name](), Problem()
     x, y = problem.tensors("x", "y")
 
@@ -263,7 +263,7 @@ def test_the_attack_comes_from_the_generator_alone(name: str) -> None:
         objective.prepare(problem.model, x, y, None)
 
 
-def test_passes_are_what_is_run() -> None:
+def test_passes_are_counted_as_they_are_run() -> None:
     class Counting(nn.Linear):
         forwards = 0
 
@@ -276,14 +276,14 @@ def test_passes_are_what_is_run() -> None:
         model = Counting(6, 3)
         objective = OBJECTIVES[name]()
         batch = objective.prepare(model, x, y, torch.Generator().manual_seed(0))
-        # TRADES also needs one forward pass of the clean images, without a backward
+        # TRADES needs one more forward pass of the clean images, without a backward pass
         assert model.forwards == (objective.attack_passes + extra) * len(x), name
         objective.loss(model, *batch)
         assert model.forwards == (objective.attack_passes + extra + objective.loss_passes) * len(x), name
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_loss_of_16_bit_logits_is_taken_in_32(name: str) -> None:
+def test_loss_of_16_bit_logits_is_computed_in_float32(name: str) -> None:
     problem = Problem()
     model = problem.model.to(torch.bfloat16)
     x, y = problem.tensors("x", "y")

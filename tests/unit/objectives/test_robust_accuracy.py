@@ -1,4 +1,4 @@
-"""Robust accuracy: an exact answer for a linear model, monotone counts, and warnings that are deserved."""
+"""Robust accuracy: the exact value for a linear model, monotone counts, and warnings about gradient masking."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from equipoise.errors import UserError
 from equipoise.objectives import ATTACKS, PGD, GradientMaskingWarning, RobustResult, autoattack, robust_accuracy
-from equipoise.objectives.ball import NORMS
 from equipoise.objectives.gradient_masking import masking_caution
+from equipoise.objectives.norm_ball import NORMS
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -48,7 +48,7 @@ def trained() -> nn.Module:
 
 
 class Scaled(nn.Module):
-    """The same decisions with logits so large that float32 cross-entropy is flat: a masked model."""
+    """The same decisions with logits so large that the gradient of float32 cross-entropy is zero."""
 
     def __init__(self, model: nn.Module, scale: float) -> None:
         super().__init__()
@@ -62,18 +62,18 @@ def in_batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
-# --- the number itself
+# The number itself
 
 
 @pytest.mark.parametrize(("norm", "dual"), [("linf", 1), ("l2", 2)])
 def test_equals_the_exact_robust_accuracy_of_a_linear_model(norm: str, dual: int) -> None:
-    """w·x decides between two classes: the worst perturbation lowers the margin by exactly ε·‖w‖ of the dual."""
+    """w·x decides between two classes: the worst perturbation lowers the margin by exactly ε times the dual norm."""
     generator = seeded(3)
     w = torch.randn(16, generator=generator)
     x = 0.3 + 0.4 * torch.rand(300, 16, generator=generator)  # ε-balls stay within the pixel range
     b = -(x @ w).mean()
     y = (x @ w + b > 0).long()
-    y[:30] = 1 - y[:30]  # some start out wrong
+    y[:30] = 1 - y[:30]  # some are misclassified without an attack
     model = nn.Linear(16, 2)
     model.weight.data, model.bias.data = torch.stack([-w, w]) / 2, torch.stack([-b, b]) / 2
     eps = 0.05
@@ -81,7 +81,7 @@ def test_equals_the_exact_robust_accuracy_of_a_linear_model(norm: str, dual: int
     attack = PGD(norm, eps, eps / 4, steps=10, start="none", early_exit=True)
     result = robust_accuracy(model, in_batches(x, y, 64), attack, seeded())
     reach = eps * torch.linalg.vector_norm(w, ord=dual)
-    assert (margin.abs() - reach).abs().min() > 1e-5  # none undecided
+    assert (margin.abs() - reach).abs().min() > 1e-5  # no image is on the boundary
     assert result.images == 300
     assert result.clean == pytest.approx((margin > 0).double().mean().item())
     assert result.robust == pytest.approx((margin > reach).double().mean().item())
@@ -101,7 +101,7 @@ def test_examples_of_a_search_fool_exactly_the_images_it_reports(trained: nn.Mod
             assert torch.allclose(ball.project(examples), examples, atol=1e-6)
 
 
-def test_images_never_fooled_come_back_as_the_last_iterate(trained: nn.Module) -> None:
+def test_images_that_are_not_fooled_are_returned_as_the_last_iterate(trained: nn.Module) -> None:
     x, y = blobs(seed=1)
     attack = PGD(eps=0.1, step_size=0.02, steps=5, start="none")
     examples, _, fooled = attack.search(trained, x, y)
@@ -109,7 +109,7 @@ def test_images_never_fooled_come_back_as_the_last_iterate(trained: nn.Module) -
     assert torch.equal(examples[~fooled], attack.perturb(trained, x, y)[~fooled])
 
 
-def test_a_wrong_image_is_fooled_even_where_the_attack_makes_it_right() -> None:
+def test_a_misclassified_image_is_fooled_even_if_the_attack_corrects_it() -> None:
     class WrongAtOnePoint(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             near = 1 - 1000 * (x - 0.5).abs().amax(1)
@@ -139,7 +139,7 @@ def test_early_exit_changes_the_work_not_the_count(trained: nn.Module) -> None:
     assert seen[1] < 0.8 * seen[0]
 
 
-def test_early_exit_does_not_attack_what_is_wrong_already(trained: nn.Module) -> None:
+def test_early_exit_does_not_attack_misclassified_images(trained: nn.Module) -> None:
     x, _ = blobs()
     wrong = (trained(x).argmax(1) + 1) % 4
     seen: list[int] = []
@@ -159,7 +159,7 @@ def test_early_exit_does_not_attack_what_is_wrong_already(trained: nn.Module) ->
     early_exit=st.booleans(),
 )
 def test_never_above_clean_and_never_raised_by_more_work(seed, norm, loss, steps, restarts, early_exit) -> None:
-    """A large step from random starts overshoots, so the last iterate alone would break this."""
+    """Large steps from random starts overshoot, so the last iterate alone would not satisfy this."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).double()
@@ -193,11 +193,11 @@ def test_progress_and_names(trained: nn.Module) -> None:
         robust_accuracy(trained, [], "fgsm")
 
 
-# --- gradient masking
+# Gradient masking
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
-def test_a_healthy_model_is_not_suspected(trained: nn.Module, norm: str) -> None:
+def test_a_model_without_masking_raises_no_warning(trained: nn.Module, norm: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = robust_accuracy(trained, [blobs(seed=2)], PGD(norm, 0.1), seeded())
@@ -215,16 +215,16 @@ def test_saturated_logits_are_caught(trained: nn.Module, norm: str) -> None:
         result = robust_accuracy(masked, [(x, y)], attack, seeded())
     assert result.caution
     assert result.clean == honest.clean
-    assert result.robust > honest.robust + 0.1  # the number that must not be believed
-    # the advice that the warning gives is good: the margin does not saturate
+    assert result.robust > honest.robust + 0.1  # the overestimate that the warning is about
+    # the advice of the warning is good: the margin does not saturate
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         advised = robust_accuracy(masked, [(x, y)], replace(attack, loss="margin"), seeded())
     assert advised.robust <= honest.robust + 0.02
 
 
-def test_gradients_that_point_nowhere_are_caught(trained: nn.Module) -> None:
-    """Not zero but useless: a fine sawtooth on every pixel, which leaves decisions as they are."""
+def test_uninformative_gradients_are_caught(trained: nn.Module) -> None:
+    """A fine sine on every pixel gives large random gradients and does not change the decisions."""
 
     class Shattered(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def test_gradients_that_point_nowhere_are_caught(trained: nn.Module) -> None:
     assert "without any bound" in masking_caution(Shattered(), x, y, PGD(eps=0.1))
 
 
-def test_the_check_draws_nothing_and_judges_only_what_was_correct(trained: nn.Module) -> None:
+def test_the_check_draws_nothing_and_ignores_misclassified_images(trained: nn.Module) -> None:
     x, y = blobs(40)
     generator = seeded()
     with_check = robust_accuracy(trained, [(x, y), (x, y)], PGD(eps=0.05), generator)
@@ -247,7 +247,7 @@ def test_the_check_draws_nothing_and_judges_only_what_was_correct(trained: nn.Mo
     assert masking_caution(Scaled(trained, 1e4), x, always_wrong, PGD()) == ""
 
 
-# --- AutoAttack
+# AutoAttack
 
 
 def test_autoattack_missing_names_the_extra(trained: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_autoattack_missing_names_the_extra(trained: nn.Module, monkeypatch: pyt
 
 
 class FakeAutoAttack:
-    """pyautoattack 0.2's interface, and its bad manners."""
+    """The interface of pyautoattack 0.2 and its side effects."""
 
     def __init__(self, model, *, attacks=None, device="cpu", eps=0.3, norm="Linf", seed=None, version="standard"):
         self.model, self.arguments = model, (norm, eps, version)
@@ -271,7 +271,7 @@ class FakeAutoAttack:
         torch.manual_seed(7)
         sys.settrace(None)
         predicted = self.model(x).argmax(1)
-        predicted[0] = (y[0] + 1) % 4  # one image falls
+        predicted[0] = (y[0] + 1) % 4  # one image is fooled
         return x, predicted
 
 

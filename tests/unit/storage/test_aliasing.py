@@ -1,4 +1,4 @@
-"""Forwards that change tensors in place: packed, frozen and loaded they compute what they did."""
+"""Forwards that change tensors in place compute the same when they are packed, frozen and loaded."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor, fx, nn
 
 import equipoise
 from equipoise.deploy.frozen import Frozen, freeze
-from equipoise.kernels import library as kernels
+from equipoise.kernels import library
 from equipoise.models import MODELS
 from equipoise.topology import SET
 from equipoise.topology.packing import pack
 from sparse_helpers import masks, packed_model
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
+pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason())
 
 
 class Blocks(nn.Module):
-    """Layers of the usual kinds, for a forward that is given."""
+    """Layers of the usual kinds, for a given forward."""
 
     def __init__(self, steps: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class Blocks(nn.Module):
 
 
 @fx.wrap
-def own_function(x: Tensor) -> Tensor:
+def custom_function(x: Tensor) -> Tensor:
     x.mul_(3)
     return x
 
 
 def as_statement(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """What is changed is used under its old name."""
+    """The changed tensor is used under its old name."""
 
     def steps(m: Any, x: Any) -> Any:
         y = m.a(x)
@@ -147,7 +147,7 @@ OVERWRITTEN: dict[str, Callable[[Any, Any], Any]] = {
     "function with underscore": as_statement(lambda m, y: torch.clamp_(y, 0, 0.1)),
     "method": as_statement(lambda m, y: y.relu_()),
     "add_": as_statement(lambda m, y: y.add_(1)),
-    "own function": as_statement(lambda m, y: own_function(y)),
+    "custom function": as_statement(lambda m, y: custom_function(y)),
     "after a norm": lambda m, x: as_statement(lambda _, y: m.relu(m.norm(y)) + m.relu(y))(m, x),
     "result and input": result_and_input,
     "two names": two_names,
@@ -190,18 +190,18 @@ def through_views(m: Any, x: Any) -> Any:
     return m.relu(m.flat(m.drop(m.same(m.b(m.a(x))))))
 
 
-SEEN_BY_NOBODY: dict[str, Callable[[Any, Any], Any]] = {
+NOT_READ: dict[str, Callable[[Any, Any], Any]] = {
     "sequence": lambda m, x: m.b(m.relu(m.norm(m.a(x)))),
     "residual": residual,
     "read before": read_before,
     "shape before": shape_before,
     "through views": through_views,
-    "own function": lambda m, x: m.b(own_function(m.a(x))),
+    "custom function": lambda m, x: m.b(custom_function(m.a(x))),
 }
 
 
 def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output and the gradients of parameters, by the names they have when they are not packed."""
+    """The output, and the gradients of parameters by their names before packing."""
     out = model(x.clone())
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
     named = {name.replace(".values", ".weight"): p.grad for name, p in model.named_parameters()}
@@ -228,15 +228,15 @@ def assert_same_function(model: nn.Module, path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", OVERWRITTEN)
-def test_what_is_used_after_a_change_in_place_is_changed(case: str, tmp_path: Path) -> None:
+def test_a_tensor_read_after_a_change_in_place_is_changed(case: str, tmp_path: Path) -> None:
     model = Blocks(OVERWRITTEN[case])
     assert not isinstance(packed_model(model), fx.GraphModule)
     assert_same_function(model, tmp_path / "model")
 
 
-@pytest.mark.parametrize("case", SEEN_BY_NOBODY)
-def test_a_change_in_place_that_nobody_sees_is_traced(case: str, tmp_path: Path) -> None:
-    model = Blocks(SEEN_BY_NOBODY[case])
+@pytest.mark.parametrize("case", NOT_READ)
+def test_a_change_in_place_that_is_not_read_is_traced(case: str, tmp_path: Path) -> None:
+    model = Blocks(NOT_READ[case])
     assert isinstance(packed_model(model), fx.GraphModule)
     assert_same_function(model, tmp_path / "model")
 

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.storage import masked
-from equipoise.storage.masked import ACTIVE, DROPPED, MaskedLayer
+from equipoise.storage.masked import ACTIVE, DROPPED, MaskedWeight
 
 
-def make(active: int, *shape: int, seed: int = 0, channels_last: bool = False) -> MaskedLayer:
+def make(active: int, *shape: int, seed: int = 0, channels_last: bool = False) -> MaskedWeight:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator)
     if channels_last:
         values = values.to(memory_format=torch.channels_last)
     first = torch.randperm(values.numel(), generator=generator)[:active]
-    return MaskedLayer("layer.weight", nn.Parameter(values), first, active)
+    return MaskedWeight("layer.weight", nn.Parameter(values), first, active)
 
 
 def places(indices: Tensor) -> set[int]:
@@ -43,8 +43,8 @@ def test_the_first_mask_is_uniform() -> None:
 
 def test_a_mask_takes_one_byte_per_weight() -> None:
     layer = make(5, 6, 7)
-    assert layer.places.element_size() == 1
-    assert layer.places.shape == layer.parameter.shape
+    assert layer.activity.element_size() == 1
+    assert layer.activity.shape == layer.parameter.shape
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -53,7 +53,7 @@ def test_a_mask_takes_one_byte_per_weight() -> None:
 def test_hiding_sets_inactive_places_to_zero_whatever_was_there(
     channels_last: bool, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masked, "BLOCK", block)
+    monkeypatch.setattr(masked, "CHUNK", block)
     layer = make(20, 4, 3, 3, 3, channels_last=channels_last)
     for garbage in (torch.nan, torch.inf, -torch.inf, 3.0, -1e-7):
         tensor = torch.full(layer.parameter.shape, garbage, dtype=dtype)
@@ -140,12 +140,12 @@ def test_exploration_remembers_what_was_ever_active() -> None:
         layer.rewire(dropped, grown, [])
         seen |= set(grown.tolist())
         assert layer.explored() == len(seen)
-    assert set(layer.places.flatten().tolist()) <= {ACTIVE, DROPPED, 0}
+    assert set(layer.activity.flatten().tolist()) <= {ACTIVE, DROPPED, 0}
 
 
-def test_the_mask_of_another_shape_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match=r'mask of "layer.weight" has shape \(4, 4\), the weight \(3, 4\)') as error:
-        make(3, 3, 4).check(torch.zeros(4, 4, dtype=torch.int8))
+def test_the_state_of_another_weight_is_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match=r'mask of "layer.weight" has shape \(4, 5\), the weight \(3, 4\)') as error:
+        make(3, 3, 4).check_state(make(5, 4, 5).state_dict())
     assert "\n" not in str(error.value)
 
 

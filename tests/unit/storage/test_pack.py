@@ -15,18 +15,18 @@ from torch import Tensor, fx, nn
 from equipoise import SET
 from equipoise.deploy.frozen import Frozen, freeze
 from equipoise.errors import UserError
-from equipoise.kernels import library as kernels
+from equipoise.kernels import library
 from equipoise.models.resnet import resnet18
 from equipoise.models.vgg import vgg_c
 from equipoise.storage.pack import describe, unpack
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedConv2d, PackedLayer, packed
 from equipoise.topology.packing import pack
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
+pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason())
 
 
 class Residual(nn.Module):
-    """Strided and plain residual blocks, as ResNets have them, and every form of the common operations."""
+    """Strided and plain residual blocks, as in ResNets, and every form of the common operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Residual(nn.Module):
 
 
 class Strange(nn.Module):
-    """Operations that have no blocked form between packed layers, and a norm used twice."""
+    """Operations without a blocked form between packed layers, and a norm that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def sparse(model: nn.Module, density: float) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output, and gradients by the usual names, active places only."""
+    """The output, and the gradients of active weights by the usual names."""
     model.zero_grad()
     out = model(x)
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
@@ -215,7 +215,7 @@ def test_packed_models_can_be_copied_saved_and_loaded() -> None:
 
 
 class Hoarder(nn.Module):
-    """With state that the forward does not use, does not save, or has in another order; a graph has it all."""
+    """State that the forward does not use, does not save, or uses in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ def test_linear_takes_any_leading_dimensions() -> None:
 
 
 def test_without_kernels_a_packed_model_runs_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_load", lambda: "no C compiler found")
+    monkeypatch.setattr(library, "_find", lambda: "no C compiler found")
     model = plain()
     mine = pack(model, sparse(model, 0.3))
     x = torch.randn(4, *IMAGES)
@@ -378,8 +378,8 @@ def test_wrong_types_and_padding_modes_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_what_an_algorithm_refuses_is_told_before_the_model_is_copied() -> None:
-    """torch cannot copy a layer with the old weight_norm, and says so in many lines."""
+def test_an_algorithm_refuses_before_the_model_is_copied() -> None:
+    """torch cannot copy a layer with the old weight_norm and raises an error of many lines."""
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(16, 32)), nn.ReLU(), nn.Linear(32, 4))
     with pytest.raises(UserError, match=r'^"0" has weight_norm'):
         pack(model, SET(sparsity=0.9))

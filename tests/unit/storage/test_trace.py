@@ -1,4 +1,4 @@
-"""What a forward decides in Python, which a graph would decide for ever."""
+"""Decisions that a forward takes in Python are taken at every call, and not once when it is traced."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from equipoise.deploy.frozen import Frozen, freeze
-from equipoise.kernels import library as kernels
+from equipoise.kernels import library
 from equipoise.storage.pack import unpack
 from equipoise.topology.packing import pack
 from sparse_helpers import masks, packed_model
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
+pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason())
 
 
 # -- tracing
 
 
 class Small(nn.Module):
-    """A convolution, what the subclass does, and a linear layer."""
+    """A convolution, the steps of a subclass, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,6 +98,20 @@ class CountsInBuffer(Small):
         return x * self.count
 
 
+class ScalesBuffer(Small):
+    """The write does not change the value while the buffer is zero."""
+
+    def between(self, x: Any) -> Any:
+        self.count.mul_(2)  # type: ignore[operator]
+        return x + self.count
+
+
+class CountsInData(Small):
+    def between(self, x: Any) -> Any:
+        self.count.data += 1  # type: ignore[operator]
+        return x * self.count
+
+
 class Remembers(Small):
     def between(self, x: Any) -> Any:
         self.seen = x
@@ -117,15 +131,15 @@ class WithShortNumbers(Small):
             return torch.matmul(x, x.transpose(2, 3)).float()
 
 
-class OwnNorm(nn.BatchNorm2d):
+class CustomNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).relu() - 1
 
 
-class HasOwnNorm(Small):
+class HasCustomNorm(Small):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = OwnNorm(8)
+        self.norm = CustomNorm(8)
 
     def between(self, x: Any) -> Any:
         return self.norm(x)
@@ -133,7 +147,8 @@ class HasOwnNorm(Small):
 
 UNFAITHFUL: list[type[Small]] = [
     FunctionalDropout, TrainBranch, NormBranch, Attention, TorchDepth, PythonDepth, NumpyDepth, ReadsWeight,
-    MakesTensor, Counts, CountsInBuffer, Remembers, WithoutGradients, WithShortNumbers, HasOwnNorm,
+    MakesTensor, Counts, CountsInBuffer, ScalesBuffer, CountsInData, Remembers, WithoutGradients, WithShortNumbers,
+    HasCustomNorm,
 ]  # fmt: skip
 
 
@@ -145,9 +160,7 @@ def seed() -> None:
 
 @pytest.mark.parametrize("packed_in_training", [True, False])
 @pytest.mark.parametrize("kind", UNFAITHFUL)
-def test_what_a_forward_decides_in_python_is_decided_at_every_call(
-    kind: type[Small], packed_in_training: bool
-) -> None:
+def test_decisions_in_python_are_taken_at_every_call(kind: type[Small], packed_in_training: bool) -> None:
     seed()
     model, x = kind().train(packed_in_training), torch.rand(6, 2, 6, 6)
     mine = packed_model(model)
@@ -167,7 +180,7 @@ def test_what_a_forward_decides_in_python_is_decided_at_every_call(
 
 
 class QuietNorm(nn.BatchNorm2d):
-    """With an option of its own, but torch's forward."""
+    """A subclass with torch's forward."""
 
 
 class HasQuietNorm(Small):
@@ -182,7 +195,7 @@ class UsesPlain(Small):
 
 
 @pytest.mark.parametrize("kind", [Small, UsesPlain, HasQuietNorm])
-def test_what_can_be_traced_is(kind: type[Small]) -> None:
+def test_other_forwards_are_traced(kind: type[Small]) -> None:
     model, x = kind(), torch.rand(6, 2, 6, 6)
     mine = packed_model(model)
     assert isinstance(mine, fx.GraphModule)
@@ -204,7 +217,7 @@ def test_packing_draws_no_random_numbers(kind: type[Small]) -> None:
 
 @pytest.mark.parametrize("kind", [Small, FunctionalDropout])
 @pytest.mark.parametrize("training", [True, False])
-def test_each_module_keeps_its_own_mode(kind: type[Small], training: bool) -> None:
+def test_each_module_keeps_its_mode(kind: type[Small], training: bool) -> None:
     model = kind().train(training)
     model.norm.train(not training)
     mine = packed_model(model)

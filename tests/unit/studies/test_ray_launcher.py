@@ -10,14 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_study_runner import results_of, run, write_study
 
-from equipoise.cli.study import resources, study_command
+from equipoise.cli import main
+from equipoise.cli.studies import resources
 from equipoise.errors import UserError
 from equipoise.studies.design import Design, read_study
 from equipoise.studies.launch import Failure
 from equipoise.studies.ray_launcher import on_ray
 from equipoise.studies.runner import Job, jobs_of, run_study
+from study_run_helpers import results_of, run, write_study
 from train_helpers import tiny
 
 
@@ -121,12 +122,15 @@ def test_a_job_asks_for_what_its_recipe_needs(changes: dict[str, Any], has_gpus:
     assert tuple(resources(job, has_gpus).values()) == asked
 
 
-def test_the_address_goes_with_ray(tmp_path: Path) -> None:
-    options: tuple[Any, ...] = (tmp_path, tmp_path, None, 1, [], "", False, None, None)
-    with pytest.raises(UserError, match="it goes with --launcher ray"):
-        study_command("s", *options, address="auto")
-    with pytest.raises(UserError, match="it is local or ray"):
-        study_command("s", *options, launcher="slurm")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--address", "auto"], "use it with --launcher ray"), (["--launcher", "slurm"], "expected local or ray")],
+)
+def test_a_wrong_launcher_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["study", "digits", *words])
+    assert stopped.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.storage.masked import MaskedLayer
+from equipoise.storage.masked import MaskedWeight
 from equipoise.topology import BSRNet, Topology
 from equipoise.topology.bsr import NEWBORN, share_out
 from equipoise.training.optimizers import SGDW
@@ -189,9 +189,9 @@ def test_noise_is_that_of_the_paper_on_active_weights_only() -> None:
     assert noise_drawn.std() == pytest.approx(1e-3, rel=0.15)
 
 
-def layers_of(*sizes_and_active: tuple[int, int]) -> list[MaskedLayer]:
+def layers_of(*sizes_and_active: tuple[int, int]) -> list[MaskedWeight]:
     return [
-        MaskedLayer("", nn.Parameter(torch.ones(size, 1)), torch.arange(active), active)
+        MaskedWeight("", nn.Parameter(torch.ones(size, 1)), torch.arange(active), active)
         for size, active in sizes_and_active
     ]
 

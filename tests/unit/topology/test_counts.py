@@ -10,13 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from equipoise.storage.masked import MaskedWeight
 from equipoise.topology import ALGORITHMS, SET, Static, Topology
 from topology_helpers import DYNAMIC, SPARSE, assert_sparse, attach, make, perceptron, train
 
 
 def held_bytes(topology: Topology) -> int:
-    tensors = [value for layer in topology.layers for value in vars(layer).values() if isinstance(value, Tensor)]
-    tensors += [value for value in vars(topology).values() if isinstance(value, Tensor)]
+    holders = [topology, *topology.layers]
+    for layer in topology.layers:
+        assert isinstance(layer, MaskedWeight)
+        holders += [layer.masked, layer.growth_recorder]
+    tensors = [value for holder in holders for value in vars(holder).values() if isinstance(value, Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors if not isinstance(t, nn.Parameter))
 
 

@@ -95,7 +95,10 @@ def averaged_weights(algorithm: Algorithm, packed: bool, early: bool = False) ->
     average = EMA(net, 0.9) if early else None
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     topology = algorithm.attach(net, optimizer, total_steps=50)
-    average = average or EMA(net, 0.9)
+    if average is None:
+        average = EMA(net, 0.9)
+    else:
+        average.follow(topology)
     x, y = torch.randn(64, 30), torch.randint(5, (64,))
     for _ in range(20):
         nn.functional.cross_entropy(net(x), y).backward()
@@ -137,11 +140,20 @@ def test_an_average_made_before_the_topology_is_the_same(name: str, packed: bool
         np.testing.assert_array_equal(early[key], value)
 
 
-def test_an_average_is_sparse_as_soon_as_a_topology_is_attached() -> None:
+def test_an_average_that_does_not_follow_an_attached_topology_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4))
+    average = EMA(net)
+    Static(sparsity=0.6).attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(UserError, match=r"call ema\.follow"):
+        average.update()
+
+
+def test_an_average_is_sparse_as_soon_as_it_follows_a_topology() -> None:
     net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4))
     average = EMA(net)
     assert average.topology is None
     topology = Static(sparsity=0.6).attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    average.follow(topology)
     assert average.topology is topology
     for name, mask in topology.masks.items():
         assert (average.values[name][~mask] == 0).all()
@@ -231,5 +243,5 @@ def test_the_own_weights_come_back_after_an_error() -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, -0.5, 2.0])
 def test_a_decay_that_cannot_be_is_refused(decay: float) -> None:
-    with pytest.raises(UserError, match="average="):
+    with pytest.raises(UserError, match="ema="):
         EMA(model(), decay)

@@ -25,7 +25,7 @@ def make(algorithm: str, seed: int = 0) -> Made:
 def assert_same(left: Made, right: Made) -> None:
     assert_same_tensors(left[0], right[0])
     for a, b in zip(left[2].layers, right[2].layers, strict=True):
-        assert torch.equal(a.places, b.places)
+        assert torch.equal(a.activity, b.activity)
         assert a.active == b.active
     assert (left[2].steps, left[2].updates) == (right[2].steps, right[2].updates)
 
@@ -65,9 +65,14 @@ def test_a_loaded_topology_does_not_share_its_tensors() -> None:
     right[2].load_state_dict(left[2].state_dict())
     kept = copy.deepcopy(right[2].state_dict())
     train(left[0], left[1], range(4, 8))
-    for part in ("places", "memory"):
-        for name, tensor in kept[part].items():
-            assert torch.equal(tensor, right[2].state_dict()[part][name])
+    now = right[2].state_dict()
+    assert_same_state(kept, now)
+
+
+def assert_same_state(left: dict[str, Any], right: dict[str, Any]) -> None:
+    for name, state in left["layers"].items():
+        assert all(torch.equal(tensor, right["layers"][name][part]) for part, tensor in state.items())
+    assert all(torch.equal(tensor, right["memory"][name]) for name, tensor in left["memory"].items())
 
 
 def other_model() -> Topology:
@@ -86,7 +91,7 @@ def fewer_layers() -> Topology:
         (lambda: other_model().state_dict(), 'the mask of "last.weight" has shape (6, 24), the weight (5, 24)'),
         (lambda: fewer_layers().state_dict(), 'other sparse weights than the model, such as "last.weight"'),
         (lambda: make("set")[2].state_dict(), "the state is of SET, this topology is RigL"),
-        (lambda: perceptron().state_dict(), 'no state of a topology: it has no "algorithm"'),
+        (lambda: perceptron().state_dict(), 'not the state of a topology: it has no "algorithm"'),
     ],
     ids=["shape", "layers", "algorithm", "nonsense"],
 )
@@ -100,7 +105,7 @@ def test_a_wrong_state_is_refused_in_one_line_and_changes_nothing(state: Any, me
     assert "\n" not in str(error.value)
     after = made[2].state_dict()
     assert all(torch.equal(tensor, made[0].state_dict()[name]) for name, tensor in before[0].items())
-    assert all(torch.equal(tensor, after["places"][name]) for name, tensor in before[1]["places"].items())
+    assert_same_state(before[1], after)
     assert (after["steps"], after["updates"]) == (4, 1)
 
 

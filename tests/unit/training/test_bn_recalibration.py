@@ -1,4 +1,4 @@
-"""Re-estimated BatchNorm statistics against plain means over batches."""
+"""Recomputed BatchNorm statistics against plain means over batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.training.bn_recalibration import reestimated
+from equipoise.training.bn_recalibration import bn_recalibrated
 
 
 def model() -> nn.Sequential:
@@ -39,7 +39,7 @@ def statistics(activations: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 def test_statistics_are_the_plain_means_over_batches() -> None:
     net = model()
     convolved = [net[0](x).detach() for x in batches()]
-    with reestimated(net, batches()):
+    with bn_recalibrated(net, batches()):
         first, second = net[1], net[6]
         assert isinstance(first, nn.BatchNorm2d)
         assert isinstance(second, nn.BatchNorm1d)
@@ -68,7 +68,7 @@ def test_everything_is_as_before_afterwards() -> None:
     before = copy.deepcopy(net.state_dict())
     flags = [module.training for module in net.modules()]
     random = torch.get_rng_state()
-    with reestimated(net, batches()):
+    with bn_recalibrated(net, batches()):
         assert not any(module.training for module in net.modules())
         assert not torch.equal(net.state_dict()["1.running_mean"], before["1.running_mean"])
         net(torch.randn(3, 2, 6, 6, generator=torch.Generator().manual_seed(0)))
@@ -90,7 +90,7 @@ def test_everything_comes_back_after_an_error(where: str) -> None:
 
     net = model()
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(RuntimeError), reestimated(net, broken()):
+    with pytest.raises(RuntimeError), bn_recalibrated(net, broken()):
         raise RuntimeError
     assert all(module.training for module in net.modules())
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
@@ -104,12 +104,12 @@ def test_norms_that_keep_no_statistics_are_left_alone() -> None:
         raise AssertionError("no batch is needed")
         yield
 
-    with reestimated(net, never()):
+    with bn_recalibrated(net, never()):
         assert not net.training
 
 
 def test_no_batch_is_an_error_and_not_statistics_of_nothing() -> None:
-    with pytest.raises(UserError, match="no batch"), reestimated(model(), []):
+    with pytest.raises(UserError, match="without images"), bn_recalibrated(model(), []):
         pass
 
 
@@ -117,6 +117,6 @@ def test_statistics_are_estimated_in_the_precision_that_is_scored() -> None:
     seen = []
     net = model()
     net[0].register_forward_hook(lambda _, __, output: seen.append(output.dtype))
-    with reestimated(net, batches(1), lambda: torch.autocast("cpu", torch.bfloat16)):
+    with bn_recalibrated(net, batches(1), lambda: torch.autocast("cpu", torch.bfloat16)):
         pass
     assert seen == [torch.bfloat16]

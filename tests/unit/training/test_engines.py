@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from equipoise.training.captured import CapturedStep, obstacle
+from equipoise.training.flat import Flat
+from equipoise.training.rule import RULES
+from equipoise.training.update import Update
 from torch import nn
 
 from equipoise.topology import BSRNet
 from equipoise.training import Trainer, make_recipe
-from equipoise.training.captured import CapturedStep, obstacle
 from equipoise.training.evaluate import Score
-from equipoise.training.flat import Flat
 from equipoise.training.optimizers import SGDW
-from equipoise.training.rule import RULES
-from equipoise.training.update import Update
 
 BASE: dict[str, Any] = {
     "model": "small",

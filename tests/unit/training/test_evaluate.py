@@ -1,4 +1,4 @@
-"""Scores against numpy, and the three ways side by side."""
+"""Scores against numpy, and the three scores of a model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_precision_is_the_callers() -> None:
     assert seen == [torch.bfloat16]
 
 
-def test_three_ways_are_the_model_with_other_statistics_and_other_weights() -> None:
+def test_the_three_scores_are_of_the_model_with_other_statistics_and_other_weights() -> None:
     net = model()
     average = EMA(net, 0.5)
     with torch.no_grad():
@@ -103,15 +103,15 @@ def test_three_ways_are_the_model_with_other_statistics_and_other_weights() -> N
 
     averaged = copy.deepcopy(net)
     averaged.load_state_dict(average.values, strict=False)
-    for way, other in (("plain", net), ("bn_recalibrated", fresh(copy.deepcopy(net))), ("ema", fresh(averaged))):
+    for name, other in (("plain", net), ("bn_recalibrated", fresh(copy.deepcopy(net))), ("ema", fresh(averaged))):
         loss, accuracy = oracle(other, batches())
-        assert found[way].loss == pytest.approx(loss, rel=1e-5)
-        assert found[way].accuracy == pytest.approx(accuracy)
+        assert found[name].loss == pytest.approx(loss, rel=1e-5)
+        assert found[name].accuracy == pytest.approx(accuracy)
     assert len({score.loss for score in found.values()}) == 3
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
 
 
-def test_without_an_average_there_are_two_ways() -> None:
+def test_without_an_average_there_are_two_scores() -> None:
     assert list(score_three_ways(model(), batches, images)) == ["plain", "bn_recalibrated"]
     assert list(three_ways(model(), images)) == ["plain", "bn_recalibrated"]
 

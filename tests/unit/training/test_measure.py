@@ -1,4 +1,4 @@
-"""Runs measured at a checkpoint and on their way, and what they have cost."""
+"""Gradient statistics of runs, at a checkpoint and during training, and their cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from equipoise.training import Trainer
 from equipoise.training.measure import MeasureWatcher, measure_trainer
 from equipoise.training.run_cost import measure_cost
 from equipoise.training.run_folder import read_epochs
-from equipoise.training.watchers import Both, Watcher
+from equipoise.training.watchers import Watcher, Watchers
 from train_helpers import BATCHES, assert_same_state, trainer
 
 
@@ -124,7 +124,7 @@ class Weights(Watcher):
 
 
 @pytest.mark.parametrize("correction", ["sgd", {"name": "agent", "mode": "replay"}])
-def test_measuring_on_the_way_is_against_the_epoch_before_and_changes_nothing(
+def test_measuring_during_training_is_against_the_epoch_before_and_changes_nothing(
     correction: Any, tmp_path: Path
 ) -> None:
     plain, watched = (trainer(epochs=4, correction=correction) for _ in range(2))
@@ -143,7 +143,7 @@ def test_measuring_on_the_way_is_against_the_epoch_before_and_changes_nothing(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_captured_steps_go_on_as_if_nobody_had_measured(tmp_path: Path) -> None:
+def test_measuring_does_not_change_captured_steps(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"device": "cuda", "precision": "float32", "epochs": 3}
     plain, watched = (trainer(**changes) for _ in range(2))
     file = tmp_path / "measure.jsonl"
@@ -169,7 +169,7 @@ def test_a_resumed_run_measures_its_epochs_once(tmp_path: Path) -> None:
 
     states: list[dict[str, Any]] = []
     again = trainer(epochs=3)
-    again.watcher = Both(MeasureWatcher(file, batches=2), Stop())
+    again.watcher = Watchers(MeasureWatcher(file, batches=2), Stop())
     again.run()
     assert file.read_text() == lines
     with open(file, "a") as cut_short:
@@ -223,7 +223,7 @@ IMAGES = 1437
     ],
 )
 def test_the_passes_of_a_run(changes: dict[str, Any], passes: tuple[int, int]) -> None:
-    """Two epochs of 1437 images; at RigL's updates, its growth looks at all places."""
+    """Two epochs of 1437 images. RigL needs dense gradients at its updates."""
     made = trainer(**changes)
     made.run()
     found = measure_cost(made)
@@ -248,7 +248,7 @@ def test_the_passes_of_a_run(changes: dict[str, Any], passes: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("name", ["gmp", "granet"])
-def test_what_a_run_has_cost_is_not_guessed_from_its_end(name: str) -> None:
+def test_the_cost_of_a_run_is_not_guessed_from_its_final_density(name: str) -> None:
     made = trainer(topology={"name": name, "sparsity": 0.8, "every": 2})
     made.run()
     found = measure_cost(made)

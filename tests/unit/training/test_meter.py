@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from equipoise.correction import NonFiniteLoss
+from equipoise.errors import NonFiniteLoss
 from equipoise.training.meter import Meter
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise.correction import NonFiniteLoss
-from equipoise.errors import UserError
+from equipoise.errors import NonFiniteLoss, UserError
 from equipoise.training import RunFolder, Trainer, make_recipe, resume
 from equipoise.training.non_finite import check_loss, check_weights, clip_gradients, first_bad_output
 from equipoise.training.watchers import Watcher
@@ -163,7 +162,7 @@ def test_it_can_go_back_to_the_start(tmp_path: Path) -> None:
 
 
 class Stop(Watcher):
-    """Breaks a run off after so many steps, those included that were for nothing."""
+    """Interrupts a run after a number of steps, including those that were rolled back."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls

@@ -51,11 +51,11 @@ def test_seeds_decide_weights_masks_and_batches() -> None:
     ("changes", "told"),
     [
         ({"model": {"name": "small", "size": 16}}, "model: it does not take images of 1x8x8"),
-        ({"model": {"name": "mlp", "size": 0}}, "model: size is 0"),
+        ({"model": {"name": "mlp", "size": 0}}, "model: size=0"),
         ({"model": {"name": "mlp", "channels": 3}}, "mean has 1 numbers; the model's input has 3 channels"),
         ({"model": {"name": "mlp", "classes": 4}}, "model: classes=4, and the data has 10"),
         ({"model": {"name": "mlp", "hidden": 2**62}}, "model: "),
-        ({"model": "vgg16"}, "model: size is 8, too small"),
+        ({"model": "vgg16"}, "model: size=8 is too small"),
         ({"data": {"name": "digits", "augment": {"pad": 20}}}, "cannot be reflect-padded by 20"),
         ({"data": {"name": "digits", "validation": 1437}}, "validation=1437 leaves none"),
         ({"data": {"name": "digits", "validation": -1}}, "validation=-1"),

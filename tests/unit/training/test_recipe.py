@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import yaml
 
+from equipoise.config import parameters_of
 from equipoise.correction import Agent
 from equipoise.data import Augment
 from equipoise.errors import UserError
 from equipoise.objectives import Standard
+from equipoise.studies.design import read_study
 from equipoise.topology import ALGORITHMS, SET, Dense, Dynamic, RigL
 from equipoise.training.lr_schedule import Piecewise
 from equipoise.training.optimizers import AdamWOptions, SGDOptions
 from equipoise.training.recipe import (
+    KEYS,
     apply_overrides,
     dump_recipe,
     lay_over,
@@ -101,7 +104,7 @@ def test_every_key_reaches_its_part() -> None:
         ({"ema": -0.1}, "ema=-0.1"),
         ({"bn_recalibration_batches": 0}, "bn_recalibration_batches=0: at least 1 batch"),
         ({"clip": -1}, "clip=-1.0"),
-        ({"precision": "fp16"}, "precision='fp16': it is one of "),
+        ({"precision": "fp16"}, "precision='fp16': expected one of "),
         ({"checkpoint": {"keep": 0}}, "checkpoint: every and keep are at least 1"),
         ({"checkpoint": 3}, "checkpoint: expected keys and values"),
         ({"model": "smal"}, 'no model is called "smal"; did you mean "small"?'),
@@ -117,7 +120,7 @@ def test_every_key_reaches_its_part() -> None:
         ({"topology": "dense-itop"}, 'topology: "dense" never changes, so there is no "dense-itop"'),
         ({"topology": "rigl-itop-itop"}, 'no topology is called "rigl-itop"'),
         ({"objective": "att"}, 'no objective is called "att"'),
-        ({"correction": {"name": "agent", "gamma": 2}}, "correction: gamma=2.0: between 0 and 1"),
+        ({"correction": {"name": "agent", "gamma": 2}}, "correction: gamma=2.0 must be between 0 and 1"),
         ({"correction": {"name": "agent", "mode": "guess"}}, "correction.mode='guess'"),
         ({"optimizer": {"name": "sgd", "lr": 0}}, "optimizer: lr=0.0: the learning rate is positive"),
         ({"optimizer": {"name": "sgd", "momentum": 1}}, "optimizer: momentum=1.0"),
@@ -126,7 +129,7 @@ def test_every_key_reaches_its_part() -> None:
         ({"schedule": {"name": "piecewise", "milestones": [0.5]}}, "1 milestones and 2 factors"),
         (
             {"objective": "at", "correction": {"name": "agent", "mode": "replay"}},
-            "replay needs batches known ahead",
+            "replay needs batches that are known ahead",
         ),
     ],
 )
@@ -180,7 +183,7 @@ def test_overrides_set_plain_keys_and_options() -> None:
     recipe = make_recipe(raw)
     assert (recipe.epochs, recipe.data.batch, recipe.optimizer.lr, recipe.checkpoint.steps) == (3, 32, 5e-4, 10)
     assert recipe.data.augment == Augment(pad=2)
-    assert recipe.ema == DIGITS["average"]
+    assert recipe.ema == DIGITS["ema"]
 
 
 def test_the_later_of_two_overrides_counts() -> None:
@@ -234,6 +237,47 @@ def test_a_wrong_override_is_one_line_that_helps(word: str, told: str) -> None:
     with pytest.raises(UserError) as error:
         make_recipe(override(word))
     assert told in str(error.value)
+
+
+# Names of earlier versions
+
+OLD: list[tuple[str, str, Any]] = [
+    ("average", "ema", 0.9),
+    ("reestimate", "bn_recalibration_batches", 5),
+    ("correction.way", "correction.mode", "replay"),
+    ("correction.share", "correction.step_fraction", 0.5),
+    ("correction.fraction", "correction.batch_fraction", 0.5),
+    ("correction.value", "correction.coefficient: {name: fixed, value: ...}", 0.1),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "value"), OLD)
+def test_an_old_name_is_refused_with_the_new_one(old: str, new: str, value: Any, tmp_path: Path) -> None:
+    part, _, key = old.rpartition(".")
+    raw = {part: {"name": "agent", key: value}} if part else {key: value}
+    told = f'"{old}" is now called "{new}"'
+    recipe = write(tmp_path / "old.yaml", raw)
+    for name, arm in {"study.yaml": raw, "dotted.yaml": {old: value}}.items():
+        write(tmp_path / name, {"title": "T", "recipe": "digits", "arms": {"A": arm}})
+    attempts = {
+        "recipe": lambda: make_recipe(raw),
+        recipe: lambda: read_recipe(recipe),
+        "study.yaml, A: recipe": lambda: read_study(str(tmp_path / "study.yaml")),
+        "dotted.yaml, A: recipe": lambda: read_study(str(tmp_path / "dotted.yaml")),
+    }
+    for where, attempt in attempts.items():
+        with pytest.raises(UserError) as error:
+            attempt()
+        assert str(error.value) == f"{where}: {told}"
+    with pytest.raises(UserError) as error:
+        make_recipe(override(f"{old}={value}"))
+    assert str(error.value) == f"recipe: {told}"
+
+
+def test_the_new_names_are_known() -> None:
+    for _, new, _ in OLD:
+        part, _, key = new.partition(":")[0].rpartition(".")
+        assert key in (parameters_of(Agent) if part else KEYS)
 
 
 # Files

@@ -1,4 +1,4 @@
-"""The folder of a run: never written over, never half-written, read in whatever state it is."""
+"""The folder of a run: never overwritten, never half-written, readable in any state."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.correction import CORRECTIONS, NonFiniteLoss
-from equipoise.errors import UserError
-from equipoise.models.small import MLP
+from equipoise.correction import CORRECTIONS
+from equipoise.errors import NonFiniteLoss, UserError
+from equipoise.models.small_networks import MLP
 from equipoise.topology import ALGORITHMS
 from equipoise.training import RunFolder, Trainer, make_recipe, resume
 from equipoise.training.evaluate import Score
@@ -92,7 +92,7 @@ def test_every_correction_trains(correction: str, name: str) -> None:
 @pytest.mark.parametrize("mode", ["recompute", "replay", "running"])
 @pytest.mark.parametrize("coefficient", ["loss", "gradient", "fixed", "linear"])
 def test_agent_trains_in_every_way_with_every_coefficient(mode: str, coefficient: str) -> None:
-    made = trainer(correction={"name": "agent", "mode": way, "coefficient": coefficient}, epochs=3)
+    made = trainer(correction={"name": "agent", "mode": mode, "coefficient": coefficient}, epochs=3)
     made.run()
     assert made.history[-1]["correction"]["corrected_steps"] > 0
     assert made.history[-1]["train_loss"] < made.history[0]["train_loss"]

@@ -1,4 +1,4 @@
-"""Who looks on: the order of events, the terminal, TensorBoard."""
+"""Watchers: the order of events, the terminal, TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from equipoise.errors import UserError
 from equipoise.training import Trainer
-from equipoise.training.watchers import Both, TensorBoard, Terminal, Watcher, flatten
+from equipoise.training.watchers import TensorBoard, Terminal, Watcher, Watchers, flatten
 from train_helpers import BATCHES, trainer
 
 
@@ -38,7 +38,7 @@ class Diary(Watcher):
 def test_events_come_in_order_to_all_who_watch() -> None:
     diaries = Diary(), Diary()
     made = trainer()
-    made.watcher = Both(*diaries)
+    made.watcher = Watchers(*diaries)
     made.run()
     steps = list(range(1, 2 * BATCHES + 1))
     expected = ["begin", *steps[:BATCHES], "epoch 1", *steps[BATCHES:], "epoch 2", "end"]
@@ -55,7 +55,7 @@ def test_the_end_comes_in_any_case() -> None:
 
 
 def seen(width: int, terminal: bool, **changes: Any) -> list[str]:
-    """What stands on a terminal line by line, and frame by frame of its bar."""
+    """The lines of a terminal, and the frames of its progress bar."""
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
     made = trainer(**changes)
     made.watcher = Terminal(console, "run[/b]")
@@ -69,7 +69,7 @@ def test_without_a_terminal_there_is_a_line_per_epoch() -> None:
     lines = seen(80, terminal=False)
     assert len(lines) == 2
     assert lines[1].startswith("run[/b] epoch 2/2  loss ")
-    for word in ("plain ", "reestimated ", "averaged ", "density 20.0", "explored ", " images/s"):
+    for word in ("plain ", "bn_recalibrated ", "ema ", "density 20.0", "explored ", " images/s"):
         assert word in lines[1]
 
 
@@ -84,7 +84,7 @@ def test_the_bar_tells_everything_and_fits(width: int) -> None:
     assert all(re.search(r"(\d+:\d\d:\d\d|-:--:--)$", frame.rstrip()) for frame in whole)  # time left
 
 
-def test_tensorboard_gets_every_number_and_strikes_out_what_is_done_again(
+def test_tensorboard_gets_every_number_and_drops_repeated_epochs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[tuple[str, float, int]] = []
@@ -109,7 +109,7 @@ def test_tensorboard_gets_every_number_and_strikes_out_what_is_done_again(
     made.run()
     assert made_with == [str(tmp_path / "events"), 1, "closed"]
     last = {name: value for name, value, step in written if step == 2}
-    assert last["scores/averaged/accuracy"] == made.history[1]["scores"]["ema"]["accuracy"]
+    assert last["scores/ema/accuracy"] == made.history[1]["scores"]["ema"]["accuracy"]
     assert last["correction/c"] == made.history[1]["correction"]["c"]
     assert last["exploration"] == made.history[1]["exploration"]
 

@@ -4,7 +4,7 @@
 #define MAX_TILE 8
 #define CACHED_SUMS (1 << 20) /* bytes of sums that stay in the second-level cache */
 
-/* A wide tile spares work per tap; a narrow one keeps more planes in cache, and wins where these are many. */
+/* A wide tile saves work per tap. A narrow tile keeps more planes in cache and is faster if there are many. */
 static int64_t tile_width(const map *x, int64_t taps, int64_t rows) {
     const int64_t most = eq_accumulators() / 2;
     return most > 4 && (x->c > 128 || taps < 64 * rows) ? 4 : most;
@@ -16,16 +16,16 @@ static int tile_at(int64_t i, int64_t width, int64_t positions) {
     return left < width ? left : width;
 }
 
-/* Source pointers and destination pointers of up to MAX_TILE consecutive positions. */
+/* Source and destination pointers of up to MAX_TILE consecutive positions. */
 typedef struct {
     const float *x[MAX_TILE];
     float *y[MAX_TILE];
-    int64_t block;       /* of images, that of the last position */
-    const float *unread; /* what this tile reads of a plane and the one before did not: from here, */
-    int64_t lines;       /* so many places; none where a tile spans several small planes */
+    int64_t block;       /* block of images of the last position */
+    const float *unread; /* start of the part of a plane that this tile reads and the previous one did not */
+    int64_t lines;       /* length of that part in positions; 0 if the tile spans several small planes */
 } tile;
 
-/* Memory is far: while one tile is at work, the rows of it ask for the planes that the next one will read. */
+/* Hides the latency of memory: each row of a tile prefetches a share of the planes that the next tile reads. */
 INLINE void fetch_next(const tile *next, const map *x, int64_t y_row, int write, int64_t row, int64_t rows,
                        const int T) {
     for (int64_t c = x->c * row / rows; c < x->c * (row + 1) / rows; c++) {
@@ -40,7 +40,7 @@ INLINE void fetch_next(const tile *next, const map *x, int64_t y_row, int write,
     }
 }
 
-INLINE void place(tile *t, const map *x, const map *y, int64_t first, int count) {
+INLINE void set_tile(tile *t, const map *x, const map *y, int64_t first, int count) {
     for (int i = 0; i < count; i++) {
         int64_t p = first + i, w = p % y->w, h = p / y->w % y->h, n = p / y->w / y->h;
         t->x[i] = x->data + n * x->sn + h * x->sh + w * x->sw;
@@ -49,10 +49,10 @@ INLINE void place(tile *t, const map *x, const map *y, int64_t first, int count)
     }
 }
 
-/* The tile after `now`. Reach is the furthest that a tap looks ahead; it looks back as far. */
-INLINE void place_next(tile *next, int next_count, const tile *now, int count, const map *x, const map *y,
-                       int64_t first, int64_t reach) {
-    place(next, x, y, first, next_count);
+/* Sets the tile after `now`. Taps read at most `reach` ahead and as much back. */
+INLINE void set_next_tile(tile *next, int next_count, const tile *now, int count, const map *x, const map *y,
+                          int64_t first, int64_t reach) {
+    set_tile(next, x, y, first, next_count);
     const float *end = next->x[next_count - 1] + reach;
     next->unread = next->block == now->block ? now->x[count - 1] + reach + LANES
                                              : x->data + next->block * x->sn - (reach < 0 ? -reach : reach);
@@ -66,7 +66,7 @@ typedef struct {
     const tap *taps;
     const int32_t *start; /* blocks x rows + 1 */
     int64_t blocks;
-    int64_t reach; /* the furthest offset of a tap within a plane */
+    int64_t reach; /* largest offset of a tap within a plane */
     const float *bias;
     int relu, stream;
 } conv_work;
@@ -133,7 +133,7 @@ static void conv_job(const void *work, int part, int parts) {
     const int64_t width = tile_width(a->x, a->start[a->blocks * rows] - a->start[0], rows);
     const int64_t tiles = (positions + width - 1) / width;
     int64_t first = 0, stop = tiles, row = 0, end = rows;
-    if (tiles >= 8 * parts) { /* enough tiles to share, else share the rows */
+    if (tiles >= 8 * parts) { /* divide the tiles if there are enough, else the rows */
         first = tiles * part / parts;
         stop = tiles * (part + 1) / parts;
     } else {
@@ -143,15 +143,15 @@ static void conv_job(const void *work, int part, int parts) {
     tile now, next;
     for (int64_t i = first; i < stop; i++) {
         const int count = tile_at(i, width, positions);
-        if (i == first) place(&now, a->x, a->y, i * width, count);
+        if (i == first) set_tile(&now, a->x, a->y, i * width, count);
         const int then = i + 1 < stop ? tile_at(i + 1, width, positions) : 0;
-        if (then) place_next(&next, then, &now, count, a->x, a->y, (i + 1) * width, a->reach);
+        if (then) set_next_tile(&next, then, &now, count, a->x, a->y, (i + 1) * width, a->reach);
         conv_tile(a, &now, then == count ? &next : NULL, count, row, end);
         now = next;
     }
 }
 
-/* y[row] = bias[row] + sum of weight * x[position + offset]. x's steps are per output position. */
+/* y[row] = bias[row] + sum of weight * x[position + offset]. The steps of x are per output position. */
 void eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, int64_t blocks,
              int64_t reach, const float *bias, int relu, int threads) {
     conv_work a = {x, y, taps, start, blocks, reach, bias, relu, blocks == 1 && streams(y)};
@@ -163,14 +163,14 @@ void eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, 
 typedef struct {
     const map *x, *dy;
     const tap *taps;
-    const int32_t *start, *order; /* order: place of each tap in the vector of values */
+    const int32_t *start, *order; /* order: index of each tap in the vector of values */
     int64_t blocks, reach;
     float *dvalues, *dbias;
     int64_t width, tiles;
-    vec *sums; /* of every thread, where they share the tiles: one for each tap and each row */
+    vec *sums; /* if threads divide the tiles: of every thread, one for each tap and each row */
 } grad_work;
 
-/* dot[k] += <dy tile, x tile at k's offset>, lane by lane; lanes are summed once, at the end. */
+/* dot[k] += <dy tile, x tile at the offset of k>, lane by lane; lanes are summed once, at the end. */
 INLINE void grad_rows(const grad_work *a, const tile *t, const tile *next, int64_t block, const int64_t row,
                       const int64_t end, vec *dot, vec *dbias, const int T) {
     const int32_t *start = a->start + block * a->dy->c;
@@ -204,7 +204,7 @@ INLINE void grad_rows(const grad_work *a, const tile *t, const tile *next, int64
     }
 }
 
-/* All blocks of source channels of one tile: so its part of dy stays in cache. */
+/* Runs all blocks of source channels of one tile, so that its part of dy stays in cache. */
 CLONES static void grad_tile(const grad_work *a, const tile *t, const tile *next, int count, int64_t row,
                              int64_t end, vec *dot, vec *dbias) {
     for (int64_t b = 0; b < a->blocks; b++) {
@@ -218,22 +218,22 @@ CLONES static void grad_tile(const grad_work *a, const tile *t, const tile *next
     }
 }
 
-/* The tiles from `first` to `stop`, for the rows from `row` to `end`; a sum for each of their taps, block by block. */
+/* Tiles `first` to `stop` for rows `row` to `end`. `dot` has a sum for each of their taps, block by block. */
 static void grad_tiles(const grad_work *a, int64_t first, int64_t stop, int64_t row, int64_t end, vec *dot,
                        vec *dbias) {
     const int64_t positions = a->dy->n * a->dy->h * a->dy->w;
     tile now, next;
     for (int64_t i = first; i < stop; i++) {
         const int count = tile_at(i, a->width, positions);
-        if (i == first) place(&now, a->x, a->dy, i * a->width, count);
+        if (i == first) set_tile(&now, a->x, a->dy, i * a->width, count);
         const int then = i + 1 < stop ? tile_at(i + 1, a->width, positions) : 0;
-        if (then) place_next(&next, then, &now, count, a->x, a->dy, (i + 1) * a->width, a->reach);
+        if (then) set_next_tile(&next, then, &now, count, a->x, a->dy, (i + 1) * a->width, a->reach);
         grad_tile(a, &now, then == count ? &next : NULL, count, row, end, dot, dbias);
         now = next;
     }
 }
 
-/* Every thread takes some of the rows: there are many taps, and their sums stay with one thread. */
+/* Threads divide the rows, for many taps: the sums of a tap stay with one thread. */
 static void grad_by_rows(const void *work, int part, int parts) {
     const grad_work *a = work;
     const int64_t rows = a->dy->c;
@@ -252,7 +252,7 @@ static void grad_by_rows(const void *work, int part, int parts) {
     free(dbias);
 }
 
-/* Every thread takes some of the tiles: there are few taps, and no activation is read twice. */
+/* Threads divide the tiles, for few taps: no activation is read twice. */
 static void grad_by_tiles(const void *work, int part, int parts) {
     const grad_work *a = work;
     const int64_t rows = a->dy->c, taps = a->start[a->blocks * rows] - a->start[0];

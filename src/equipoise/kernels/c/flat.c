@@ -1,7 +1,7 @@
 /* Inference of few images: vectors run along the columns of a plane instead of over images.
  *
- * A plane is (h, w) with unit step along w and rows long enough that the last vector of a row, which may
- * reach beyond w, ends within the border that follows; what it writes there is zero. */
+ * A plane is (h, w) with unit step along w. The last vector of a row may reach beyond w. Rows are long enough
+ * that it ends within the border, and it writes zeros there. */
 #include "kernels.h"
 
 #define WIDTH 8 /* columns in a vector */
@@ -21,7 +21,7 @@ typedef struct {
     int relu;
 } flat_work;
 
-INLINE void place(strip *t, const map *x, const map *y, int64_t first, int count) {
+INLINE void set_strip(strip *t, const map *x, const map *y, int64_t first, int count) {
     const int64_t per_row = (y->w + WIDTH - 1) / WIDTH;
     for (int i = 0; i < count; i++) {
         const int64_t p = first + i, w = p % per_row * WIDTH, h = p / per_row % y->h, n = p / per_row / y->h;
@@ -31,7 +31,7 @@ INLINE void place(strip *t, const map *x, const map *y, int64_t first, int count
     }
 }
 
-/* T vectors of output at once; where these are few, CHAINS sums side by side hide the latency of adding. */
+/* T vectors of output at once. If T is small, CHAINS independent sums hide the latency of additions. */
 INLINE void flat_rows(const flat_work *a, const strip *t, int64_t row, int64_t end, const int T, const int CHAINS) {
     for (; row < end; row++) {
         const tap *k = a->taps + a->start[row], *stop = a->taps + a->start[row + 1];
@@ -90,15 +90,15 @@ static void flat_job(const void *work, int part, int parts) {
     const int64_t row = eq_split_rows(a->start, 1, a->y->c, part, parts);
     const int64_t end = eq_split_rows(a->start, 1, a->y->c, part + 1, parts);
     strip t;
-    for (int64_t first = 0, count; first < vectors; first += count) { /* 5 + 5 vectors and not 8 + 2 */
+    for (int64_t first = 0, count; first < vectors; first += count) { /* 5 + 5 vectors instead of 8 + 2 */
         count = vectors - first < even ? vectors - first : even;
-        if (count > 8) count &= ~1; /* the sizes there is code for */
-        place(&t, a->x, a->y, first, count);
+        if (count > 8) count &= ~1; /* above 8 there is code for even sizes only */
+        set_strip(&t, a->x, a->y, first, count);
         flat_strip(a, &t, (int)count, row, end);
     }
 }
 
-/* As eq_conv with stride 1, on planes; a pattern of one block. */
+/* Like eq_conv with stride 1, on planes, for a pattern of one block. */
 void eq_flat_conv(const map *x, const map *y, const tap *taps, const int32_t *start, const float *bias, int relu,
                   int threads) {
     flat_work a = {x, y, taps, start, bias, relu};

@@ -2,23 +2,22 @@
 #define EQUIPOISE_KERNELS_H
 /* Sparse convolution on batch-blocked activations, and the layers around it.
  *
- * A map is (n, c, h, w, 16): sixteen images side by side are its innermost axis ("lanes"), so that one
- * weight multiplies two full vectors and no pattern of weights can hurt vectorisation. Maps are described
- * by a pointer to their first interior element and by steps in floats; a border of zeros around each plane
- * takes the place of bounds checks. Lanes beyond the batch size hold anything finite in activations and
- * zero in gradients.
+ * A map is (n, c, h, w, 16). Its innermost axis ("lanes") is sixteen images side by side, so that one weight
+ * multiplies two full vectors and every pattern of weights vectorises. A map is described by a pointer to its
+ * first interior element and by steps in floats. A border of zeros around each plane replaces bounds checks.
+ * Lanes beyond the batch size hold any finite values in activations and zeros in gradients.
  *
- * A pattern is a list of taps (weight, offset into the source map) sorted by (block of source channels,
- * destination channel): the taps of a block touch few enough planes to stay in the first-level cache.
+ * A pattern is a list of taps (weight, offset into the source map), sorted by block of source channels and
+ * then by destination channel. The planes that the taps of a block read fit into the first-level cache.
  *
- * Every loop runs in an order that depends on nothing but the number of threads: results are reproducible.
+ * The order of every loop depends on the number of threads only, so results are reproducible.
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define EQ_ABI 1 /* raise with any change of a signature or struct, here and in kernels.py */
+#define EQ_ABI 1 /* raise with any change of a signature or struct, here and in library.py */
 #define LANES 16
 #ifndef STREAM_BYTES
 #define STREAM_BYTES (2 << 20)
@@ -31,7 +30,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-/* 32 bytes: wider vectors are split into scalars where the machine lacks them. */
+/* 32 bytes: GCC splits wider vectors into scalars if the machine lacks them. */
 typedef float vec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t bits __attribute__((vector_size(32), aligned(4), may_alias));
 
@@ -48,7 +47,7 @@ typedef struct {
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
-/* Past the caches: what is much larger than they are would only be read in to be written over. */
+/* Writes past the caches: the lines of a large map would be read only to be overwritten. */
 INLINE void stream(float *p, vec v) {
 #if defined(__SSE__)
     typedef float quad __attribute__((vector_size(16)));
@@ -60,7 +59,7 @@ INLINE void stream(float *p, vec v) {
 }
 INLINE vec splat(float a) { return (vec){a, a, a, a, a, a, a, a}; }
 INLINE vec where(bits mask, vec v) { return (vec)(mask & (bits)v); }
-/* Both let NaN through, as torch does: a diverged run must not look healthy. */
+/* relu and larger pass NaN on, as torch does: a diverged run must not look healthy. */
 INLINE vec relu(vec v) { return where(~(v < splat(0)), v); }
 INLINE vec larger(vec a, vec b) {
     const bits a_wins = (a > b) | (a != a);
@@ -72,21 +71,22 @@ INLINE float sum(vec v) {
     return s;
 }
 
-/* Whether a map is so large that writing it past the caches pays; lines must be whole. */
+/* Whether a map is large enough for writes past the caches, and aligned to cache lines. */
 INLINE int streams(const map *m) {
-    return m->n * m->c * m->h * m->w * LANES * (int64_t)sizeof(float) >= STREAM_BYTES && ((uintptr_t)m->data & 63) == 0;
+    const int64_t bytes = m->n * m->c * m->h * m->w * LANES * (int64_t)sizeof(float);
+    return bytes >= STREAM_BYTES && ((uintptr_t)m->data & 63) == 0;
 }
 
 INLINE float *at(const map *m, int64_t n, int64_t c, int64_t h) {
     return m->data + n * m->sn + c * m->sc + h * m->sh;
 }
 
-/* A job does part `part` of `parts` of its work. */
+/* Does part number `part` of `parts` parts of the work. */
 typedef void (*job)(const void *work, int part, int parts);
 
 void eq_run(job work, const void *arguments, int threads);
-int eq_accumulators(void); /* vectors that a kernel may keep in registers, a power of two */
+int eq_accumulators(void); /* vectors that a kernel can keep in registers, a power of two */
 int64_t eq_split_rows(const int32_t *start, int64_t blocks, int64_t rows, int part, int parts);
-void *eq_scratch(size_t bytes); /* zeroed, aligned to a cache line; free() it */
+void *eq_scratch(size_t bytes); /* zeroed and aligned to a cache line; release with free() */
 
 #endif

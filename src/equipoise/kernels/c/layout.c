@@ -1,7 +1,5 @@
-/* To and from the blocked layout. */
+/* Conversion between plain maps (images, c, h, w) with any steps and the blocked layout. */
 #include "kernels.h"
-
-/* ---- layout: (images, c, h, w) with any steps to and from blocks of sixteen images ---- */
 
 typedef struct {
     const map *plain, *blocked; /* plain: n counts images */

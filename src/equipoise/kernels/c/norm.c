@@ -1,19 +1,17 @@
-/* BatchNorm and what follows it. */
+/* BatchNorm, residual addition, ReLU and 2x2 max-pool in one pass, forward and backward. */
 #include "kernels.h"
-
-/* ---- BatchNorm, residual add, ReLU and 2x2 max-pool in one pass, forward and backward ---- */
 
 enum { IDENTITY, FIXED, BATCH }; /* no normalisation, by running statistics, by statistics of the batch */
 
 typedef struct {
-    map y, out;            /* before and after; out is smaller by half where pooled */
-    map residual;          /* data NULL: none. Added before ReLU. */
-    int64_t images;        /* real lanes: the last block may be only partly filled */
+    map y, out;            /* before and after; pooling halves height and width of out */
+    map residual;          /* added before ReLU; data is NULL if there is none */
+    int64_t images;        /* in the batch; the last block may be filled only in part */
     int32_t norm, relu, pool;
-    float eps, momentum;   /* momentum < 0: cumulative average is up to the caller, leave running alone */
+    float eps, momentum;   /* momentum: weight of this batch in the running statistics */
     const float *gamma, *beta;
     float *running_mean, *running_var;
-    float *mean, *inv;     /* of the channel, kept for backward */
+    float *mean, *inv;     /* mean and 1 / standard deviation per channel, kept for backward */
     map dy, dresidual, dout; /* backward only */
     float *dgamma, *dbeta;
 } norm_work;
@@ -25,7 +23,7 @@ INLINE void real_lanes(const norm_work *a, int64_t n, vec lanes[2]) {
     lanes[0] = load(real), lanes[1] = load(real + 8);
 }
 
-/* Mean and variance of a channel from sums shifted by its first value, so that nothing cancels. */
+/* Mean and variance of a channel, from sums shifted by its first value to avoid cancellation. */
 INLINE void statistics(const norm_work *a, int64_t c, double *mean, double *var) {
     const float shift = a->y.data[c * a->y.sc];
     const vec s = splat(shift);
@@ -50,7 +48,7 @@ INLINE void statistics(const norm_work *a, int64_t c, double *mean, double *var)
     if (*var < 0) *var = 0;
 }
 
-/* z = scale * y + shift is what the channel becomes before residual, ReLU and pool. */
+/* Scale and shift of a channel: z = scale * y + shift, before residual, ReLU and pool. */
 INLINE void prepare(const norm_work *a, int64_t c, float *scale, float *shift) {
     *scale = 1, *shift = 0;
     if (a->norm == IDENTITY) return;
@@ -60,7 +58,7 @@ INLINE void prepare(const norm_work *a, int64_t c, float *scale, float *shift) {
         a->mean[c] = mean;
         a->inv[c] = 1 / sqrt(var + a->eps);
         const double count = (double)a->images * a->y.h * a->y.w;
-        if (a->running_mean && a->momentum >= 0) {
+        if (a->running_mean) {
             a->running_mean[c] += a->momentum * (mean - a->running_mean[c]);
             a->running_var[c] += a->momentum * (var * count / (count - 1) - a->running_var[c]);
         }
@@ -101,7 +99,7 @@ CLONES static void norm_channel(const norm_work *a, int64_t c) {
     float scale, shift;
     prepare(a, c, &scale, &shift);
     const int past = streams(&a->out);
-    for (int64_t n = a->y.n - 1; n >= 0; n--) /* what was read last is still in cache */
+    for (int64_t n = a->y.n - 1; n >= 0; n--) /* the last maps are still in cache */
         past ? apply(a, n, c, splat(scale), splat(shift), 1) : apply(a, n, c, splat(scale), splat(shift), 0);
 }
 
@@ -112,18 +110,18 @@ static void norm_job(const void *work, int part, int parts) {
 
 void eq_norm(const norm_work *a, int threads) { eq_run(norm_job, a, threads); }
 
-/* One lane-half of one position (of a 2x2 window where pooled): what reaches each y through ReLU and pool. */
+/* Half of the lanes of one position, or of a 2x2 window: values y and the gradient that reaches each of them. */
 typedef struct {
     vec y[4], g[4];
 } window;
 
 INLINE window look(const norm_work *a, const float *y, const float *g, const float *r, vec scale, vec shift,
                    const int cells) {
-    const int64_t place[4] = {0, LANES, a->y.sh, a->y.sh + LANES};
+    const int64_t cell[4] = {0, LANES, a->y.sh, a->y.sh + LANES};
     window v;
     vec z[4];
     for (int i = 0; i < cells; i++) {
-        v.y[i] = load(y + place[i]);
+        v.y[i] = load(y + cell[i]);
         z[i] = scale * v.y[i] + shift;
     }
     vec top = z[0], got = load(g);
@@ -132,7 +130,7 @@ INLINE window look(const norm_work *a, const float *y, const float *g, const flo
     if (r) after += load(r);
     if (a->relu) got = where(after > splat(0), got);
     bits open = top == top;
-    for (int i = 0; i < cells; i++) { /* the first of equals takes it, as in torch */
+    for (int i = 0; i < cells; i++) { /* the first of equal values gets the gradient, as in torch */
         const bits mine = open & (z[i] == top);
         v.g[i] = where(mine, got);
         open &= ~mine;
@@ -145,7 +143,7 @@ typedef struct {
     vec sum_g, sum_gy;
 } channel_state;
 
-/* One plane: sums in the first pass, dy in the second. */
+/* One plane: sums in the first pass, dy in the second (`write`). */
 INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *k, int write, const int cells,
                        const int past) {
     const int64_t target[4] = {0, LANES, a->dy.sh, a->dy.sh + LANES};
@@ -178,7 +176,7 @@ INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *
     }
 }
 
-/* Rows and columns that a 2x2 pool of an odd map leaves out: no g reaches them, but the statistics do. */
+/* Rows and columns that a 2x2 pool of an odd map leaves out: they get a gradient through the statistics only. */
 INLINE void back_rest(const norm_work *a, int64_t n, int64_t c, const channel_state *k) {
     for (int64_t h = 0; h < a->y.h; h++) {
         const float *y = at(&a->y, n, c, h);

@@ -1,9 +1,9 @@
-/* From coordinates of active weights to the taps a convolution runs over. */
+/* Builds the taps of a convolution from the indices of its active weights. */
 #include "kernels.h"
 
-/* Sorts active weights, ascending flat indices into (out, in / groups, taps), by (phase, block of source
- * channels, destination channel), keeping their order within. Forward reads input channels and writes
- * output channels; `transposed` the other way round. Phases split the taps of a strided transposed pass. */
+/* Sorts active weights, given as ascending flat indices into (out, in / groups, taps), by phase, block of
+ * source channels and destination channel; the sort is stable. A forward pass reads input channels and writes
+ * output channels, a transposed pass the reverse. Phases split the taps of a strided transposed pass. */
 void eq_pattern(int64_t count, const int32_t *flat, const int64_t *geometry, const int32_t *phase,
                 int32_t *start, int32_t *order, int32_t *source, int32_t *which) {
     const uint32_t in_group = geometry[0], out_group = geometry[1], taps = geometry[2];
@@ -32,7 +32,7 @@ void eq_pattern(int64_t count, const int32_t *flat, const int64_t *geometry, con
     free(from);
 }
 
-/* Offsets for one geometry of the source map: its channel step and the offset of each tap. */
+/* Sets the offset of each tap: source channel times channel step, plus the offset in the kernel. */
 void eq_offsets(int64_t count, const int32_t *source, const int32_t *which, int64_t channel,
                 const int64_t *tap_offset, tap *taps) {
     for (int64_t k = 0; k < count; k++) taps[k].offset = (int32_t)(source[k] * channel + tap_offset[which[k]]);

@@ -1,4 +1,4 @@
-/* A whole network for inference: its steps run one after the other within one call. */
+/* Runs the steps of a whole network for inference in one call. */
 #include "kernels.h"
 
 void eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, int64_t blocks, int64_t reach,
@@ -9,13 +9,13 @@ void eq_flat_conv(const map *x, const map *y, const tap *taps, const int32_t *st
 enum { CONV, PLANE, MEAN, COPY };
 
 typedef struct {
-    map x, y, residual;          /* residual.data NULL: none */
+    map x, y, residual;          /* residual.data is NULL if there is none */
     int32_t kind, lanes;         /* lanes: 16 images side by side, or 1 */
     int32_t relu, pool;
     const tap *taps;
     const int32_t *start;
     int64_t blocks, reach;
-    const float *scale, *shift;  /* of PLANE, per channel; NULL: one and zero. CONV: shift is the bias. */
+    const float *scale, *shift;  /* PLANE: per channel, NULL means 1 and 0. CONV: shift is the bias. */
 } step;
 
 INLINE float larger_of(float a, float b) { return a > b || a != a ? a : b; }
@@ -43,7 +43,7 @@ INLINE void plane(const step *a, int64_t n, int64_t c, const int lanes, const in
     }
 }
 
-/* Mean over the windows that tile x. */
+/* Mean over windows that tile x. */
 INLINE void mean(const step *a, int64_t n, int64_t c, const int lanes) {
     const int64_t high = a->x.h / a->y.h, wide = a->x.w / a->y.w;
     for (int64_t h = 0; h < a->y.h; h++)
@@ -89,7 +89,7 @@ void eq_program(const step *steps, int64_t count, int threads) {
     for (const step *a = steps; a < steps + count; a++) {
         const int64_t work = a->x.n * a->x.c * a->x.h * a->x.w * a->lanes;
         if (a->kind != CONV)
-            eq_run(planes_job, a, work < 20000 ? 1 : threads); /* waking threads costs a microsecond or two */
+            eq_run(planes_job, a, work < 20000 ? 1 : threads); /* waking threads takes one or two microseconds */
         else if (a->lanes == 1)
             eq_flat_conv(&a->x, &a->y, a->taps, a->start, a->shift, a->relu, threads);
         else

@@ -1,4 +1,4 @@
-/* Threads, shares of work, registers and scratch memory. */
+/* Threads, division of work, registers and scratch memory. */
 #include "kernels.h"
 
 #if defined(_OPENMP)
@@ -6,7 +6,7 @@
 #include <pthread.h>
 #endif
 
-/* A forked child inherits torch's OpenMP pool without its threads: it must not wait for them. */
+/* A forked child inherits torch's OpenMP pool without its threads and must not wait for them. */
 static int forked = 0;
 
 int eq_abi(void) { return EQ_ABI; }
@@ -44,11 +44,11 @@ int eq_accumulators(void) {
 #endif
 }
 
-/* First row of part `part` when rows are split so that every part has about as many taps. */
+/* First row of part number `part` if rows are split into parts with about equal numbers of taps. */
 int64_t eq_split_rows(const int32_t *start, int64_t blocks, int64_t rows, int part, int parts) {
     if (part <= 0) return 0;
     if (part >= parts) return rows;
-    const int64_t row_cost = 4; /* a store and a loop, in taps */
+    const int64_t row_cost = 4; /* in taps, for a store and a loop */
     int64_t total = start[blocks * rows] - start[0] + rows * row_cost, seen = 0, row = 0;
     for (; row < rows && seen * parts < total * part; row++) {
         for (int64_t b = 0; b < blocks; b++) seen += start[b * rows + row + 1] - start[b * rows + row];

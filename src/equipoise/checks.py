@@ -1,0 +1,20 @@
+"""Checks of option values that several packages share."""
+
+from __future__ import annotations
+
+from equipoise.errors import UserError
+
+
+def require_whole(least: int = 1, **values: object) -> None:
+    """Raise unless every value is a whole number of at least `least`; `True` and `False` are not numbers.
+
+    Args:
+        least: The smallest value allowed.
+        **values: The values to check, by the names used in the error message.
+
+    Raises:
+        UserError: For the first value that is not a whole number or is too small.
+    """
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UserError(f"{name}={value!r} must be a whole number of at least {least}")

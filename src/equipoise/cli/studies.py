@@ -1,0 +1,123 @@
+"""`equipoise demo`, `study` and `report`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from equipoise.cli.common import Out, console, new_folder
+from equipoise.errors import UserError
+
+if TYPE_CHECKING:
+    from equipoise.studies.launch import Launcher
+    from equipoise.studies.runner import Job
+
+
+def demo(out: Out = None, epochs: Annotated[int, typer.Option(min=1, help="Epochs per arm.")] = 10) -> None:
+    """Train dense, static, SET, RigL and AGENT at 95 % sparsity on the embedded digits: a table and a figure."""
+    from equipoise.studies.demo import run_demo
+
+    run_demo(new_folder(out, "demo"), console, epochs)
+
+
+def study(
+    file: Annotated[str | None, typer.Argument(help="Name of a study or a YAML file. Default: list names.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder of the result files.")] = Path("results"),
+    work: Annotated[Path, typer.Option(help="Folder of the runs and their checkpoints.")] = Path("runs"),
+    data: Annotated[Path | None, typer.Option(help="Folder of the datasets.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes. They share the GPUs evenly.")] = 1,
+    only: Annotated[list[str] | None, typer.Option(help="Run only this arm; can be repeated.")] = None,
+    seeds: Annotated[str, typer.Option(help="Run only these seeds, such as 0,1.")] = "",
+    list_only: Annotated[bool, typer.Option("--list", help="Print the state of every run, and run nothing.")] = False,
+    reproduction: Annotated[
+        Path | None, typer.Option(help="Write a page that compares all results with the paper's, and run nothing.")
+    ] = None,
+    launcher: Annotated[str, typer.Option(help="Where to run: local (processes) or ray (a Ray cluster).")] = "local",
+    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster. Default: a local one.")] = None,
+    other_jobs: Annotated[
+        int, typer.Option(min=0, help="Number of other jobs sharing the device; recorded next to the timings.")
+    ] = 0,
+) -> None:
+    """Run the missing runs of a study (arms x seeds) and write one result file for each."""
+    from equipoise.studies.design import packaged_studies, read_design, read_study
+    from equipoise.studies.runner import jobs_of, run_study, state
+    from equipoise.training.signals import stoppable
+
+    if launcher not in ("local", "ray"):
+        raise UserError(f"--launcher {launcher}: expected local or ray")
+    if address is not None and launcher != "ray":
+        raise UserError("--address is the address of a Ray cluster; use it with --launcher ray")
+    if reproduction is not None:
+        from equipoise.report.reproduction import write_page
+
+        for problem in write_page(results, reproduction):
+            console.print(problem)
+        console.print(f"written: {reproduction}")
+        return
+    if file is None:
+        for name in packaged_studies():
+            console.print(f"{name:<28}{read_design(name).title}")
+        return
+    design = read_study(file)
+    arms = list(dict.fromkeys(only or []))
+    chosen = jobs_of(design, results, work, arms, parse_seeds(seeds), data, other_jobs)
+    if list_only:
+        for job in chosen:
+            console.print(f"{job}: {state(job)}")
+        return
+    options = [
+        *[("--results", str(results), "results"), ("--work", str(work), "runs"), ("--data", str(data or ""), "")],
+        *[("--jobs", str(jobs), "1"), ("--seeds", seeds, ""), ("--other-jobs", str(other_jobs), "0")],
+        *[("--launcher", launcher, "local"), ("--address", address or "", "")],
+        *[("--only", arm, "") for arm in arms],
+    ]
+    words = [word for name, value, default in options if value != default for word in (name, value)]
+    with stoppable(shlex.join(["equipoise", "study", file, *words])):
+        complete = run_study(design, chosen, results, make_launcher(launcher, jobs, address), console.print)
+    if not complete:
+        raise typer.Exit(1)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of results, of one study, or of a run.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write a self-contained HTML page: claims with their verdicts, curves, costs and tables."""
+    from equipoise.report import write_report
+
+    for problem in write_report(folder, out).problems:
+        console.print(problem)
+    console.print(f"report: {out}")
+
+
+def make_launcher(name: str, jobs: int, address: str | None) -> Launcher:
+    """Return the launcher of a study by name."""
+    from equipoise.studies.launch import here, processes
+
+    if name == "ray":
+        from equipoise.studies.ray_launcher import on_ray
+
+        return on_ray(address, resources)
+    return here if jobs == 1 else processes(jobs)
+
+
+def resources(job: Job, has_gpus: bool) -> dict[str, float]:
+    """Return the resources of a job: a core, another one per process that reads images, and a GPU if it uses one."""
+    from equipoise.training import make_recipe
+
+    recipe = make_recipe(job.recipe)
+    readers = recipe.data.workers if recipe.data.name in ("folder", "imagenet") else 0
+    wants_gpu = recipe.device.startswith("cuda") or (recipe.device == "auto" and has_gpus)
+    return {"num_cpus": 1 + readers, "num_gpus": float(wants_gpu)}
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Parse `0,1`; an empty text is an empty list."""
+    words = [word.strip() for word in text.split(",")] if text else []
+    wrong = [word for word in words if not (word.isascii() and word.isdecimal() and len(word) < 19)]
+    if wrong:
+        raise UserError(f'--seeds {text}: "{wrong[0]}" is not a seed; write them as 0,1')
+    return list(dict.fromkeys(map(int, words)))

@@ -1,0 +1,161 @@
+"""`equipoise train`, `resume`, `eval` and `show`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from equipoise.cli.common import Best, Out, Run, console, new_folder, open_run
+from equipoise.errors import UserError
+
+if TYPE_CHECKING:
+    from equipoise.training import Trainer
+
+TensorBoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")]
+MeasureOption = Annotated[
+    int, typer.Option("--measure", min=0, help="Measure gradients every N epochs into measure.jsonl; 0 for never.")
+]
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe (see `equipoise list recipes`) or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=value, such as topology.sparsity=0.95, or another recipe to merge into this one."),
+    ] = None,
+    out: Out = None,
+    tensorboard: TensorBoardOption = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Write a trace of a few steps to profile.json.")] = False,
+    measure: MeasureOption = 0,
+) -> None:
+    """Train a recipe and write metrics, checkpoints and the result to a folder.
+
+    With several GPUs or processes: torchrun --nproc-per-node=N -m equipoise train RECIPE.
+    """
+    from equipoise.training import RunFolder, Trainer, apply_overrides, make_recipe, read_recipe
+    from equipoise.training.processes import joined, restarted
+
+    if restarted() and out is not None and (out / "recipe.yaml").is_file():
+        resume(out, tensorboard, measure)
+        return
+    words = overrides or []
+    raw = read_recipe(recipe, *[word for word in words if "=" not in word])
+    made = make_recipe(apply_overrides(raw, [word for word in words if "=" in word]))
+    with joined(made.device) as world:
+        path = new_folder(out, f"{Path(recipe).stem}-seed{made.seed}") if world.leads else Path()
+        trainer = Trainer(made, world=world)
+        _watch(trainer, path, tensorboard, measure, profile)
+        # Last, so that wrong input leaves no folder behind.
+        trainer.folder = RunFolder.create(path, trainer.raw, made.checkpoint.keep) if world.leads else None
+        _run(trainer, path)
+
+
+def resume(run: Run, tensorboard: TensorBoardOption = False, measure: MeasureOption = 0) -> None:
+    """Continue an interrupted run from its newest valid checkpoint."""
+    from equipoise.training import RunFolder, make_recipe
+    from equipoise.training import resume as resume_run
+    from equipoise.training.processes import joined
+
+    folder = RunFolder.open(run)
+    recipe = make_recipe(folder.recipe())
+    folder.store.keep = recipe.checkpoint.keep
+    with joined(recipe.device) as world:
+        finished = world.broadcast_object(folder.has_result)
+        trainer = resume_run(folder, recipe, world=world)
+        if trainer.epoch >= recipe.epochs and finished:
+            console.print(f"{run} is finished: {trainer.epoch} epochs")
+            return
+        _watch(trainer, run, tensorboard, measure)
+        _run(trainer, run)
+
+
+def evaluate(
+    run: Run,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    best: Best = False,
+    attack: Annotated[
+        str | None,
+        typer.Option(help="Also attack the images, such as pgd50x10 (see `equipoise list attacks`)."),
+    ] = None,
+    eps: Annotated[float | None, typer.Option(min=0.0, help="Radius of the attack. Default: the attack's.")] = None,
+    images: Annotated[int, typer.Option(min=0, help="Number of images to attack; 0 for all.")] = 0,
+) -> None:
+    """Evaluate a checkpoint: plain, with recalibrated BatchNorm, and with averaged weights (ema)."""
+    from equipoise.display.tables import make_table, percent
+    from equipoise.studies.robust import robust_table
+    from equipoise.training import RunFolder
+    from equipoise.training.processes import joined
+
+    if attack is None and (eps is not None or images):
+        raise UserError("--eps and --images need an attack, such as --attack pgd50x10")
+    with joined(str(RunFolder.open(run).recipe().get("device", "auto"))) as world:
+        trainer = open_run(run, best, world)
+        if split not in trainer.parts.loaders:
+            raise UserError(f'no split is called "{split}"; choose from {", ".join(trainer.parts.loaders)}')
+        title = f"{run}, epoch {trainer.epoch}, {split}"
+        if attack is not None:
+            console.print(robust_table(trainer, split, attack, eps, images, title, console))
+            return
+        scores = trainer.evaluate(split).items()
+        rows = [[name, percent(s.accuracy), f"{s.loss:.4f}", str(s.images)] for name, s in scores]
+        console.print(make_table(["", "accuracy", "loss", "images"], rows, title))
+
+
+def show(run: Run) -> None:
+    """Print the epochs and layers of a run, and draw its curves to curves.png in its folder."""
+    from equipoise.display.figures import draw_run
+    from equipoise.display.tables import epochs_table, layers_table
+    from equipoise.training import RunFolder
+
+    folder = RunFolder.open(run)
+    metrics = folder.metrics()
+    if not metrics:
+        console.print(f"{run} has no finished epoch yet")
+        return
+    try:
+        console.print(epochs_table(metrics, str(run)))
+        if layers := (folder.result() or {}).get("layers"):
+            console.print(layers_table(layers))
+        draw_run(metrics, run / "curves.png", str(run))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder.metrics_file} was not written by equipoise: {error!r}") from None
+    console.print(f"curves: {run / 'curves.png'}")
+
+
+def _watch(trainer: Trainer, path: Path, tensorboard: bool, measure: int, profile: bool = False) -> None:
+    """Set the watchers of a run and print the cost of its correction."""
+    from equipoise.training.measure import MeasureWatcher
+    from equipoise.training.profile import Profiler
+    from equipoise.training.watchers import TensorBoard, Terminal, Watcher, Watchers
+
+    if measure and not trainer.world.alone:
+        raise UserError("--measure needs a single process; measure the run afterwards with `equipoise measure RUN`")
+    if not trainer.world.leads:
+        return
+    watchers: list[Watcher] = [Terminal(console, path.name)]
+    if tensorboard:
+        watchers.append(TensorBoard(path / "tensorboard"))
+    if measure:
+        watchers.append(MeasureWatcher(path / "measure.jsonl", measure))
+    if profile:
+        watchers.append(Profiler(path / "profile.json"))
+    trainer.watcher = Watchers(*watchers)
+    if trainer.recipe.correction.corrects:
+        cost = trainer.parts.correction.estimate_cost(len(trainer.parts.train))
+        cost.check(trainer.parts.device)
+        console.print(f"correction: {cost}")
+
+
+def _run(trainer: Trainer, path: Path) -> None:
+    from equipoise.display.tables import percent
+    from equipoise.training.layer_summary import summary
+    from equipoise.training.signals import stoppable
+
+    if trainer.parts.topology.layers:
+        console.print(f"weights: {summary(trainer.parts.topology)}")
+    with stoppable(f"equipoise resume {path}"):
+        result = trainer.run()
+    scores = "  ".join(f"{name} {percent(s['accuracy'])}" for name, s in result["test"].items())
+    console.print(f"test: {scores}   {path}")

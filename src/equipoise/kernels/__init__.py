@@ -1,0 +1,1 @@
+"""CPU kernels: C sources and their PyTorch operators."""

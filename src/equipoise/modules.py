@@ -1,0 +1,22 @@
+"""Helpers for torch modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def preserved_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the training mode of every module of a model at the end of the block.
+
+    `model.train()` alone would put modules into training mode that were in evaluation mode before.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training  # `train()` would also reach submodules with a mode of their own

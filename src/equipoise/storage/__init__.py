@@ -1,0 +1,1 @@
+"""How a sparse weight is stored: masked or packed."""

@@ -1,0 +1,71 @@
+"""Hooks that keep a topology in step with any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from equipoise.storage.masked import MaskedWeight
+
+if TYPE_CHECKING:
+    from equipoise.topology.topology import Topology
+
+
+class Hooks:
+    """Calls a topology after backward passes, before and after optimizer steps. Nothing is patched.
+
+    Args:
+        topology: The topology; its optimizer and its weights get the hooks.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        optimizer = topology.optimizer
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        for layer in topology.layers:
+            if isinstance(layer, MaskedWeight):  # in packed storage there is nothing to hide
+                hook = partial(after_backward, layer)
+                self._handles.append(layer.parameter.register_post_accumulate_grad_hook(hook))
+                if topology.algorithm.dense_gradient != "never":
+                    before = layer.growth_recorder.before_accumulation
+                    self._handles.append(layer.parameter.register_hook(before))
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_step(
+        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Prepare the gradients, or wrap the closure so that they are prepared whenever it has computed them."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._topology.before_step()
+            return None
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (args[0], partial(self._closure, closure), *args[2:]), others
+
+    def _closure(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._topology.before_step()
+        return loss
+
+    def _after_step(self, *_: Any) -> None:
+        self._topology.after_step()
+        self._topology.count_step()
+
+
+@torch.no_grad()
+def after_backward(layer: MaskedWeight, parameter: Tensor) -> None:
+    """Keep the gradient of inactive weights if it is recorded, and clear it in `.grad`."""
+    layer.growth_recorder.after_accumulation()
+    if parameter.grad is not None:
+        layer.hide_inactive(parameter.grad)

@@ -1,0 +1,320 @@
+"""BSR-Net's rewiring: drop weights that cross their sign, and refill the network to its budget.
+
+Nothing here reads a value from the device, so a GPU never waits and the work can be captured in a CUDA graph. How many
+connections are missing is known on the device only. Everything therefore has the size of the budget, and writes for
+connections that are not missing go to an element that belongs to no weight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.errors import UserError
+from equipoise.storage.bitmap import get_bits
+from equipoise.storage.flat import FlatParameters
+from equipoise.storage.masked import ACTIVE, DROPPED, MaskedWeight
+from equipoise.storage.packed import PackedWeight
+from equipoise.storage.sparse_weight import SparseWeight
+
+NEWBORN = 1e-12  # |w| of a new connection
+BLOCK = 64  # indices counted together; no two weights share a block
+SPREAD = 128  # counters for each weight, so that additions to one of them do not queue up
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+Followers = Callable[[nn.Parameter], list[Tensor]]
+States = Callable[[SparseWeight], list[Tensor]]
+
+
+class Rewiring(ABC):
+    """Rewires the weights of a topology after an optimizer step.
+
+    Args:
+        layers: The sparse weights.
+        noise: Standard deviation of the noise on active weights, in units of the learning rate.
+    """
+
+    def __init__(self, layers: Sequence[SparseWeight], noise: float) -> None:
+        self._noise = noise
+        self.budget = sum(layer.final for layer in layers)
+        device = layers[0].parameter.device
+        self.generator = torch.Generator(device)
+        self._bounds = torch.tensor([layer.size for layer in layers], device=device).cumsum(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Generators cannot be copied; every step seeds this one."""
+        return {key: value for key, value in self.__dict__.items() if key != "generator"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.generator = torch.Generator(self._bounds.device)
+
+    @abstractmethod
+    def cross(self, rate: float | Tensor, drop: bool) -> None:
+        """Add noise, and set active weights that have crossed their sign to zero.
+
+        Args:
+            rate: The learning rate.
+            drop: Whether these weights also become inactive.
+        """
+
+    @abstractmethod
+    def refill(self) -> None:
+        """Grow as many connections as are missing in the whole network.
+
+        Each missing connection picks a weight with probability proportional to its size. The n connections of one
+        weight are one from each of n equal shares of its inactive indices: every index is equally likely, none is
+        drawn twice, and the count is exact. What falls on a full weight goes to the others by the room they have.
+        """
+
+    def _draw(self) -> Tensor:
+        return torch.randint(2**62, (2, self.budget), generator=self.generator, device=self._bounds.device)
+
+
+class MaskedRewiring(Rewiring):
+    """Rewiring of masked weights.
+
+    Args:
+        layers: The sparse weights.
+        noise: Standard deviation of the noise on active weights, in units of the learning rate.
+        followers: Tensors that follow the one that the optimizer steps, such as its average; they become zero where a
+            weight crosses its sign.
+        flat: The layout of the weights if they are views of one vector.
+        compile: Applied to the functions that run on the device.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MaskedWeight],
+        noise: float,
+        followers: Followers,
+        flat: FlatParameters | None,
+        compile: Compile,
+    ) -> None:
+        super().__init__(layers, noise)
+        self._layers, self._followers = list(layers), followers
+        self._flat = flat if len({id(layer.masked) for layer in layers}) == 1 else None
+        self._total = sum(layer.size for layer in layers)
+        self._remember_signs()
+        starts = [flat.start(layer.parameter) for layer in layers] if flat and self._flat else self._consecutive()
+        ends = [start + layer.size for start, layer in zip(starts, layers, strict=True)]
+        device = self._bounds.device
+        self._starts = starts
+        self._end = -(-max(ends) // BLOCK) * BLOCK
+        self._first = torch.tensor([start // BLOCK for start in starts], device=device)
+        self._last = torch.tensor([(end - 1) // BLOCK for end in ends], device=device)
+        self._cross, self._count, self._share_out = compile(cross), compile(count_inactive), compile(share_out)
+        self._choose, self._find = compile(choose), compile(find)
+
+    def _remember_signs(self) -> None:
+        """Keep the sign of every initial weight; 0 marks elements of the vector that are not sparse."""
+        if self._flat is not None:
+            self._signs = torch.zeros_like(self._layers[0].masked.tensor, dtype=torch.int8, requires_grad=False)
+        for layer in self._layers:
+            signs = torch.where(layer.parameter.detach() < 0, -1, 1).to(torch.int8)
+            layer.memory = signs if self._flat is None else layer.view(self._signs).copy_(signs)
+
+    def _consecutive(self) -> list[int]:
+        starts = [0]
+        for layer in self._layers:
+            starts.append(starts[-1] + -(-layer.size // BLOCK) * BLOCK)
+        return starts[:-1]
+
+    @torch.no_grad()
+    def cross(self, rate: float | Tensor, drop: bool) -> None:
+        scale = rate * self._noise
+        if self._flat is not None:
+            masked = self._layers[0].masked
+            weights, noise, followers = (
+                masked.tensor.data,
+                self._normal(masked.tensor),
+                self._followers(masked.tensor),
+            )
+            self._cross(weights, masked.activity, self._signs, noise, scale, followers, drop)
+            return
+        for layer in self._layers:
+            if layer.parameter.requires_grad:
+                weight, noise = layer.parameter.detach(), self._normal(layer.parameter)
+                followers = self._followers(layer.parameter)
+                self._cross(weight, layer.activity, layer.memory, noise, scale, followers, drop)
+
+    def _normal(self, like: Tensor) -> Tensor | None:
+        if not self._noise:
+            return None
+        return torch.randn(like.shape, generator=self.generator, device=like.device, dtype=like.dtype)
+
+    @torch.no_grad()
+    def refill(self) -> None:
+        activity = self._activity()
+        inactive = self._count(activity[: self._end]).cumsum(0, dtype=torch.int32)  # up to the end of each block
+        before = torch.where(self._first > 0, inactive[(self._first - 1).clamp(min=0)], 0).long()
+        room = inactive[self._last] - before
+        missing = self.budget - (self._total - room.sum())
+        drawn = self._draw()
+        counts = self._share_out(missing, self._open(room), drawn[0], self._bounds)
+        rank, wanted = self._choose(missing, counts, room, before, drawn[1])
+        block = torch.searchsorted(inactive, rank + 1).clamp(max=len(inactive) - 1)
+        self._grow(activity, self._find(activity, inactive, block, rank, wanted), wanted)
+
+    def _open(self, room: Tensor) -> Tensor:
+        """The room of weights that are trained; frozen ones get no connection."""
+        trained = [layer.parameter.requires_grad for layer in self._layers]
+        return room if all(trained) else room * torch.tensor(trained, device=room.device)
+
+    def _activity(self) -> Tensor:
+        """The activity of all weights as one vector that ends with an element of no weight."""
+        if self._flat is not None:
+            return self._layers[0].masked.activity
+        vector = torch.full((self._end + BLOCK,), ACTIVE, dtype=torch.int8, device=self._bounds.device)
+        for layer, start in zip(self._layers, self._starts, strict=True):
+            vector[start : start + layer.size].view(layer.activity.shape).copy_(layer.activity)
+        return vector
+
+    def _grow(self, activity: Tensor, where: Tensor, wanted: Tensor) -> None:
+        """Activate the elements `where`; those that are not wanted point to the last element."""
+        if self._flat is not None:
+            weights = self._layers[0].masked.tensor.data
+            weights[where] = self._signs[where].to(weights.dtype) * NEWBORN
+            activity[where] = torch.where(wanted, ACTIVE, activity[where]).to(torch.int8)
+            return
+        newborn = torch.zeros_like(activity, dtype=torch.bool).index_fill_(0, where, True)
+        for layer, start in zip(self._layers, self._starts, strict=True):
+            born = newborn[start : start + layer.size].view(layer.activity.shape)
+            weight = layer.parameter.detach()
+            assert layer.memory is not None
+            weight.copy_(torch.where(born, layer.memory.to(weight.dtype) * NEWBORN, weight))
+            layer.activity.masked_fill_(born, ACTIVE)
+
+
+class PackedRewiring(Rewiring):
+    """Rewiring of packed weights, whose memory holds one sign bit for each weight.
+
+    Args:
+        layers: The sparse weights.
+        noise: Standard deviation of the noise on active weights, in units of the learning rate.
+        states: Tensors that hold one number for each active weight; new connections start at zero in them.
+    """
+
+    def __init__(self, layers: Sequence[PackedWeight], noise: float, states: States) -> None:
+        super().__init__(layers, noise)
+        for layer in layers:
+            if layer.memory is None:
+                raise UserError(
+                    f'"{layer.name}" was packed without the signs of its weights: pack(model, BSRNet(...))'
+                )
+        self._layers, self._states = list(layers), states
+        self._crossed: list[Tensor] = []
+
+    @torch.no_grad()
+    def cross(self, rate: float | Tensor, drop: bool) -> None:
+        self._crossed = []
+        for layer in self._layers:
+            values = layer.parameter.detach()
+            crossed = torch.zeros(layer.active, dtype=torch.bool)
+            if layer.parameter.requires_grad:
+                if self._noise:
+                    values += torch.randn(values.shape, generator=self.generator) * (rate * self._noise)
+                crossed = values * self._signs(layer, layer.index) <= 0
+                values.masked_fill_(crossed, 0)
+            self._crossed.append(crossed)
+
+    def _signs(self, layer: PackedWeight, index: Tensor) -> Tensor:
+        assert layer.memory is not None
+        return get_bits(layer.memory, layer.size, index).float() * 2 - 1
+
+    @torch.no_grad()
+    def refill(self) -> None:
+        kept = [~crossed for crossed in self._crossed]
+        left = torch.tensor([int(flags.sum()) for flags in kept])
+        room = torch.tensor([layer.size for layer in self._layers]) - left
+        trained = torch.tensor([layer.parameter.requires_grad for layer in self._layers])
+        missing, drawn = self.budget - left.sum(), self._draw()
+        counts = share_out(missing, room * trained, drawn[0], self._bounds)
+        ranks, _ = choose(missing, counts, room, torch.zeros_like(room), drawn[1])
+        parts = ranks[: int(counts.sum())].split(counts.tolist())
+        for layer, flags, own in zip(self._layers, kept, parts, strict=True):
+            if len(own) or not bool(flags.all()):
+                index = layer.index[flags]
+                # before the j-th active index, index[j] - j indices are inactive
+                skipped = torch.searchsorted(index - torch.arange(len(index)), own.long(), right=True)
+                grown = (own.long() + skipped).to(torch.int32)
+                layer.replace(flags, grown, NEWBORN * self._signs(layer, grown), self._states(layer))
+
+
+def cross(
+    weights: Tensor,
+    activity: Tensor,
+    signs: Tensor,
+    noise: Tensor | None,
+    scale: float | Tensor,
+    followers: list[Tensor],
+    drop: bool,
+) -> None:
+    """Add noise to active weights and set those that have crossed their sign to zero, in place."""
+    own = (activity == ACTIVE) & (signs != 0)
+    new = weights if noise is None else torch.where(own, weights + noise * scale, weights)
+    crossed = own & (new * signs <= 0)
+    weights.copy_(torch.where(crossed, 0, new))
+    if drop:
+        activity.copy_(torch.where(crossed, DROPPED, activity))
+        for tensor in followers:
+            tensor.copy_(torch.where(crossed, 0, tensor))
+
+
+def count_inactive(activity: Tensor) -> Tensor:
+    """Number of inactive indices of each block."""
+    return (activity.view(-1, BLOCK) >= 0).sum(1, dtype=torch.int32)
+
+
+def share_out(missing: Tensor, room: Tensor, drawn: Tensor, bounds: Tensor) -> Tensor:
+    """Number of new connections for each weight.
+
+    Args:
+        missing: Number of missing connections.
+        room: Number of inactive indices of each weight.
+        drawn: Random integers, at least as many as are missing.
+        bounds: Cumulative sizes of the weights.
+    """
+    number, layers = torch.arange(len(drawn), device=drawn.device), len(bounds)
+    layer = torch.searchsorted(bounds, drawn % bounds[-1], right=True)
+    layer = torch.where(number < missing, layer, layers)
+    bins = drawn.new_zeros((layers + 1) * SPREAD)
+    bins.scatter_add_(0, layer * SPREAD + number % SPREAD, torch.ones_like(drawn))
+    counts = bins.view(layers + 1, SPREAD).sum(1)[:layers]
+    taken = torch.minimum(counts, room)
+    left, free = (counts - taken).sum(), (room - taken).cumsum(0)
+    extra = left * free // free[-1].clamp(min=1)
+    return taken + torch.diff(extra, prepend=extra.new_zeros(1))
+
+
+def choose(missing: Tensor, counts: Tensor, room: Tensor, before: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """The rank of each new connection among the inactive indices, and whether it is wanted.
+
+    Args:
+        missing: Number of missing connections.
+        counts: Number of new connections of each weight.
+        room: Number of inactive indices of each weight.
+        before: Number of inactive indices before those of each weight; zeros give ranks within the weight.
+        drawn: Random integers, one for each possible connection.
+    """
+    number = torch.arange(len(drawn), device=drawn.device)
+    ends = counts.cumsum(0)
+    layer = torch.searchsorted(ends, number, right=True).clamp(max=len(counts) - 1)
+    count, space = counts[layer].clamp(min=1), room[layer]
+    k = number - (ends[layer] - counts[layer])
+    low, high = k * space // count, (k + 1) * space // count
+    rank = before[layer] + low + drawn % (high - low).clamp(min=1)
+    return rank.to(torch.int32), number < missing
+
+
+def find(activity: Tensor, inactive: Tensor, block: Tensor, rank: Tensor, wanted: Tensor) -> Tensor:
+    """The indices of these ranks, each known to lie in a block; the last index of all for those not wanted."""
+    earlier = torch.where(block > 0, inactive[(block - 1).clamp(min=0)], 0)
+    window = activity[block[:, None] * BLOCK + torch.arange(BLOCK, device=activity.device)] >= 0
+    upto = window.cumsum(1, dtype=torch.int32)
+    offset = (upto <= (rank - earlier)[:, None]).sum(1)
+    return torch.where(wanted, block * BLOCK + offset, len(activity) - 1)

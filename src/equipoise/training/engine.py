@@ -1,0 +1,140 @@
+"""Engines: how the functions of a training step are executed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+FIRST_STEPS = 3  # run, recorded, replayed
+
+
+class Engine:
+    """Runs the functions of a training step as they are.
+
+    Attributes:
+        captures: Whether functions are recorded: then they must read and write tensors at fixed addresses.
+    """
+
+    captures = False
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled if the engine compiles."""
+        return function
+
+    def run(self, key: Hashable | None, function: Callable[[], None]) -> None:
+        """Run a function.
+
+        Args:
+            key: Functions with the same key launch the same work on the device. `None`: never record it.
+            function: A function without arguments that changes tensors and no state of the host.
+        """
+        function()
+
+    def register(self, generator: torch.Generator) -> None:
+        """Announce a generator that functions draw from; its seed may be set between calls of `run`."""
+
+    def count_step(self) -> None:
+        """Count a step that has been taken."""
+
+    def reset(self) -> None:
+        """Forget what was recorded: tensors have moved."""
+
+    def give_up(self, error: RuntimeError) -> str:
+        """Run everything as it is from now on; return why. Raises the error if that cannot be the cause."""
+        raise error
+
+
+class CudaEngine(Engine):
+    """Compiles functions and captures what they launch in CUDA graphs.
+
+    The first run of a key is an ordinary one: it compiles, tunes and allocates what must not happen while recording.
+    The second is recorded and replayed, and from then on it is replayed.
+
+    Args:
+        device: The CUDA device.
+        compile: Whether to compile.
+        capture: Whether to capture. With neither, functions run as they are, on any device.
+        on_startup: Called with the seconds of each first run and each recording.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        compile: bool = True,
+        capture: bool = True,
+        on_startup: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.captures = capture
+        self._compiles = compile
+        self._on_startup = on_startup
+        self._steps = 0
+        self._generators: list[torch.Generator] = []
+        self._seen: set[Hashable] = set()
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._stream = torch.cuda.Stream(device) if capture else None
+        self._pool = torch.cuda.graph_pool_handle() if capture else None
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if not self._compiles:
+            return function
+        fast = torch.compile(function, dynamic=False)
+        return lambda *arguments: (fast if self._compiles else function)(*arguments)
+
+    def register(self, generator: torch.Generator) -> None:
+        self._generators.append(generator)
+
+    def run(self, key: Hashable | None, function: Callable[[], None]) -> None:
+        if key is None or not self.captures:
+            function()
+        elif key in self._graphs:
+            self._graphs[key].replay()
+        elif key in self._seen:
+            with self._timed():
+                self._graphs[key] = self._recorded(function)
+            self._graphs[key].replay()
+        else:
+            with self._timed():
+                self._run_on_stream(function)
+            self._seen.add(key)
+
+    def count_step(self) -> None:
+        self._steps += 1
+
+    def reset(self) -> None:
+        self._seen.clear()
+        self._graphs.clear()
+
+    def give_up(self, error: RuntimeError) -> str:
+        if self._steps >= FIRST_STEPS:
+            raise error  # steps have been compiled, captured and replayed before
+        self.captures = self._compiles = False
+        self.reset()
+        return "capturing failed with " + " ".join(str(error).split())[:200]
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        yield
+        torch.cuda.synchronize()
+        self._on_startup(time.perf_counter() - before)
+
+    def _run_on_stream(self, function: Callable[[], None]) -> None:
+        """Run on the stream that will record, so that what libraries keep per stream exists by then."""
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            function()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _recorded(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            function()
+        return graph

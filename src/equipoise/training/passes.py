@@ -1,0 +1,250 @@
+"""Forward and backward passes on the batches of a run, by reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.data import FolderLoader, Loader
+from equipoise.data.loader import assemble
+from equipoise.objectives import Objective, Standard
+from equipoise.seeds import derive
+from equipoise.storage.flat import FlatParameters
+from equipoise.training.engine import Engine
+from equipoise.training.precision import autocast
+from equipoise.training.processes import own_generator
+from equipoise.training.recipe import Recipe
+from equipoise.world import World
+
+
+class BatchRef(NamedTuple):
+    """A batch by its position in the data.
+
+    Attributes:
+        epoch: The epoch, from 0.
+        batch: The batch of the epoch, from 0.
+        attacked: Whether its images are attacked.
+        purpose: What the attack is for, which seeds it in addition to the step.
+    """
+
+    epoch: int
+    batch: int
+    attacked: bool = False
+    purpose: tuple[str | int, ...] = ()
+
+
+class Passes:
+    """Makes batches from references to them, attacks included, and runs the model on them.
+
+    Batch, loss, logits and gradients stay at fixed addresses if the engine captures.
+
+    Args:
+        recipe: The recipe of the run.
+        model: The model.
+        loader: The training images.
+        device: The device.
+        world: The processes that train together.
+        engine: Runs the passes.
+        flat: Where gradients are written; `None` if autograd accumulates them in `.grad`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        loader: Loader | FolderLoader,
+        device: torch.device,
+        world: World,
+        engine: Engine,
+        flat: FlatParameters | None,
+    ) -> None:
+        self._recipe, self._model, self._loader, self._device = recipe, model, loader, device
+        self._world, self._engine, self._flat = world, engine, flat
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._step = 0
+        self.attacks = 0  # batches that have been attacked
+        self.attacks_steps = recipe.objective.attack_passes > 0
+        # In adversarial training g̃ is by default that of the clean loss, as in the paper.
+        self.full_pass_is_clean = self.attacks_steps and recipe.full_pass == "clean"
+        self._objectives = {
+            True: recipe.objective,
+            False: Standard() if self.full_pass_is_clean else recipe.objective,
+        }
+        self._generator = torch.Generator(device)
+        engine.register(self._generator)
+        self._fast_assemble = engine.compiled(assemble)
+        self._fast_model = engine.compiled(model)
+        self._fast_losses = {attacked: engine.compiled(self._loss_of(o)) for attacked, o in self._objectives.items()}
+        self._ref: BatchRef | None = None
+        self._batches: dict[tuple[bool, int], tuple[Tensor, ...]] = {}
+        self._outputs: dict[int, Tensor] = {}  # logits by batch size
+        self._loss = torch.zeros((), dtype=self._parameters[0].dtype, device=device)
+        self._stream: tuple[tuple[int, int], Iterator[tuple[Tensor, Tensor]]] | None = None
+
+    def _loss_of(self, objective: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
+        def loss(*batch: Tensor) -> tuple[Tensor, Tensor]:
+            with autocast(self._recipe.precision, self._device):
+                return objective.loss(self._model, *batch)
+
+        return loss
+
+    def begin_step(self, number: int) -> None:
+        """Tell the number of the coming step, which seeds its attacks."""
+        self._step = number
+        self._ref = None
+
+    # Batches
+
+    def prepare(self, ref: BatchRef) -> int:
+        """Make a batch, attacked at the current weights if it is to be; return its number of images."""
+        size = self._size(ref)
+        if ref != self._ref:
+            key = ("batch", ref.attacked, size) if isinstance(self._loader, Loader) else None
+            generator = self._attack_generator(ref) if ref.attacked else None
+            self._engine.run(key, partial(self._make_batch, ref, size, generator))
+            self._ref = ref
+        return size
+
+    def _size(self, ref: BatchRef) -> int:
+        """Number of images of this process's share of a batch; points the loader at the batch."""
+        if isinstance(self._loader, Loader):
+            return self._loader.place(ref.epoch, ref.batch)
+        return len(range(self._world.rank, self._loader.order.size(ref.epoch, ref.batch), self._world.size))
+
+    def _attack_generator(self, ref: BatchRef) -> torch.Generator:
+        self.attacks += 1
+        generator = self._generator
+        if not self._world.alone:
+            generator = own_generator(self._world, self._device, self._loader.order.size(ref.epoch, ref.batch))
+        return generator.manual_seed(derive(self._recipe.seed, "attack", self._step, *ref.purpose))
+
+    def _make_batch(self, ref: BatchRef, size: int, generator: torch.Generator | None) -> None:
+        x, y = self._images(ref, size)
+        batch: tuple[Tensor, ...] = (x, y)
+        if ref.attacked or not self.attacks_steps:
+            model = self._fast_model if self._is_usual(size) else self._model
+            with autocast(self._recipe.precision, self._device):
+                batch = self._recipe.objective.prepare(model, x, y, generator)  # type: ignore[arg-type]
+        self._batches[ref.attacked, size] = self._kept(self._batches.get((ref.attacked, size)), batch)
+
+    def _images(self, ref: BatchRef, size: int) -> tuple[Tensor, Tensor]:
+        if isinstance(self._loader, Loader):
+            return self._loader.assemble(size, self._fast_assemble if self._is_usual(size) else assemble)
+        position = (ref.epoch, ref.batch)
+        if self._stream is None or self._stream[0] != position:
+            self._stream = (position, self._loader.epoch(ref.epoch, start=ref.batch))
+        images = next(self._stream[1])
+        self._stream = ((ref.epoch, ref.batch + 1), self._stream[1])
+        return images
+
+    def _is_usual(self, size: int) -> bool:
+        """Whether a batch is worth compiling for; a last, smaller one is not."""
+        return size == self._loader.order.batch
+
+    def _kept(self, old: tuple[Tensor, ...] | None, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Tensors with these values: copies at fixed addresses if the engine captures."""
+        if not self._engine.captures:
+            return new
+        kept = tuple(torch.empty_like(tensor) for tensor in new) if old is None else old
+        for there, tensor in zip(kept, new, strict=True):
+            there.copy_(tensor)
+        return kept
+
+    # Passes
+
+    def loss(self, model: nn.Module, ref: BatchRef) -> Tensor:
+        """Mean loss of a batch, with its autograd graph, at the weights that the model has now."""
+        size = self.prepare(ref)
+        loss, logits = self._forward(ref, size)
+        self._outputs[size] = logits.detach()
+        return loss
+
+    def evaluate(self, ref: BatchRef, at_snapshot: bool) -> Tensor:
+        """Mean loss of a batch, without gradient."""
+        size = self.prepare(ref)
+        self._engine.run(("evaluate", at_snapshot, ref.attacked, size), partial(self._evaluate, ref, size))
+        return self._loss.clone()
+
+    def _evaluate(self, ref: BatchRef, size: int) -> None:
+        with torch.enable_grad():  # one compilation serves both kinds of pass
+            self._loss.copy_(self._forward(ref, size)[0].detach())
+
+    def differentiate(self, ref: BatchRef, at_snapshot: bool) -> Tensor:
+        """Mean loss of a batch; its gradient is then in the flat gradient vector."""
+        size = self.prepare(ref)
+        self._engine.run(("differentiate", at_snapshot, ref.attacked, size), partial(self._differentiate, ref, size))
+        return self._loss.clone()
+
+    def _differentiate(self, ref: BatchRef, size: int) -> None:
+        assert self._flat is not None
+        with torch.enable_grad():
+            loss, logits = self._forward(ref, size)
+        found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        pairs = [
+            (self._flat.gradient_of(p), g) for p, g in zip(self._parameters, found, strict=True) if g is not None
+        ]
+        if len(pairs) < len(found):
+            self._flat.gradient.zero_()
+        torch._foreach_copy_([target for target, _ in pairs], [gradient for _, gradient in pairs])
+        self._loss.copy_(loss.detach())
+        (self._outputs[size],) = self._kept(
+            (self._outputs[size],) if size in self._outputs else None, (logits.detach(),)
+        )
+
+    def clear_gradients(self) -> None:
+        """Clear the gradients of a step; a flat vector is written over by the next pass."""
+        if self._flat is None:
+            self._model.zero_grad()
+
+    def _forward(self, ref: BatchRef, size: int) -> tuple[Tensor, Tensor]:
+        batch = self._batches[ref.attacked, size]
+        if self._is_usual(size):
+            loss, logits = self._fast_losses[ref.attacked](*batch)
+        else:
+            loss, logits = self._loss_of(self._objectives[ref.attacked])(*batch)
+        if not self._world.alone:
+            # Each process has a share of the batch: the mean over the processes is the mean over the batch.
+            loss = loss * (self._world.size * size / self._loader.order.size(ref.epoch, ref.batch))
+        return loss, logits
+
+    # What the last pass at the live weights has left
+
+    def outcome(self, ref: BatchRef, size: int) -> tuple[Tensor, Tensor]:
+        """Logits and labels of the last pass on a batch of this kind."""
+        return self._outputs[size], self._batches[ref.attacked, size][1]
+
+    def images(self, ref: BatchRef, size: int) -> Tensor:
+        """The images of the last batch of this kind."""
+        return self._batches[ref.attacked, size][0]
+
+
+class RefreshBatches:
+    """References to the batches of a refresh, which can be counted before they are run.
+
+    They are those of the steps `first`, `first + 1`, ..., in the next epoch if the current one has no more.
+
+    Args:
+        passes: Attacks the batches, at the weights that the model has when they are reached.
+        batches: Number of batches of an epoch.
+        first: Number of the first step.
+        count: Number of batches.
+    """
+
+    def __init__(self, passes: Passes, batches: int, first: int, count: int) -> None:
+        self._passes, self._batches, self._first, self._count = passes, batches, first, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[tuple[BatchRef]]:
+        attacked = self._passes.attacks_steps and not self._passes.full_pass_is_clean
+        for i in range(self._count):
+            epoch, batch = divmod(self._first + i, self._batches)
+            ref = BatchRef(epoch, batch, attacked, ("refresh", i))
+            if attacked:
+                self._passes.prepare(ref)
+            yield (ref,)
