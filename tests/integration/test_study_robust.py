@@ -177,7 +177,7 @@ class Saturated(nn.Module):
 def test_masked_gradients_are_marked_and_explained(trained: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained.parts, "model", Saturated(trained.parts.model))
     screen = io.StringIO()
-    monkeypatch.setattr(trained.parts, "average", None)
+    monkeypatch.setattr(trained.parts, "ema", None)
     console = Console(file=screen, width=100)
     with pytest.warns(GradientMaskingWarning, match="input gradient of the ce loss is zero"):
         console.print(robust_table(trained, "test", "pgd10", None, 100, "", console))
@@ -193,8 +193,8 @@ def test_masked_gradients_are_marked_and_explained(trained: Trainer, monkeypatch
     [
         (["--attack", "pgd5"], 'no attack is called "pgd5"; did you mean "pgd50x10"?'),
         (["--attack", "autoatack"], 'did you mean "autoattack"?'),
-        (["--attack", "pgd50x10", "--eps", "8"], "8 levels of 255 are eps = 8/255"),
-        (["--attack", "autoattack", "--eps", "8"], "8 levels of 255 are eps = 8/255"),
+        (["--attack", "pgd50x10", "--eps", "8"], "8 levels of 255 are eps=8/255"),
+        (["--attack", "autoattack", "--eps", "8"], "8 levels of 255 are eps=8/255"),
         (["--attack", "autoattack", "--eps", "0"], "a radius above 0"),
         (["--attack", "pgd20", "--eps", "-1"], "--eps"),
         (["--attack", "pgd20", "--eps", "nan"], "eps"),

@@ -14,9 +14,6 @@ import pytest
 from equipoise.cli import main
 from equipoise.report import make_page, write_report
 from equipoise.report.charts import charts_of
-from equipoise.report.markup import Markup, embedded_json, raw, tag
-from equipoise.report.words import gain_of, number, p_value, value_of
-from equipoise.studies.compare import Spread
 from equipoise.studies.reading import read_results
 from equipoise.studies.results import Reading, result_file, write_result
 from equipoise.training.run_folder import RunFolder
@@ -313,35 +310,6 @@ def test_a_name_of_half_a_surrogate_pair_is_written(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "s", title="\ud800 a title")
     write_report(folder, tmp_path / "x.html")
     assert "? a title" in (tmp_path / "x.html").read_text(encoding="utf-8")
-
-
-# Words and markup
-
-
-def test_markup_escapes_all_but_itself() -> None:
-    assert tag("p", "<b>", tag("b", "&"), class_='a"b', hidden=True, id=None) == (
-        '<p class="a&quot;b" hidden>&lt;b&gt;<b>&amp;</b></p>'
-    )
-    assert isinstance(tag("p"), Markup)
-    assert json.loads(embedded_json({"a": HOSTILE}, "x").partition(">")[2].removesuffix("</script>")) == {
-        "a": HOSTILE
-    }
-    with pytest.raises(ValueError, match="contains the end tag"):
-        raw("script", "'</SCRIPT>'")
-
-
-def test_numbers_are_written_as_people_do() -> None:
-    assert value_of("epochs-to", Spread(21.0, 7.0711, 2)) == "21 ± 7.1"
-    assert value_of("epochs-to", Spread(2.0, 0.0, 3, 1)) == "2, never in 1 of 3"
-    assert value_of("accuracy", Spread(0.81044, 0.0012, 2)) == "81.04 ± 0.12 %"
-    assert value_of("accuracy", Spread(0.5, None, 1)) == "50.00 %"
-    assert value_of("epochs-to", Spread(12.5, 0.70711, 2)) == "12.5 ± 0.71"
-    assert value_of("epochs-to", Spread(float("inf"), None, 2)) == "never"
-    assert value_of("accuracy", None) == "–"
-    assert gain_of("accuracy", Spread(-0.0123, None, 1)) == "−1.23 points"
-    assert gain_of("accuracy", Spread(-1e-9, None, 1)) == "0.00 points"
-    assert [number(x) for x in (0, 3, 0.12345, 1234.5, 1e-9, None)] == ["0", "3", "0.123", "1234", "1.00e-09", "–"]
-    assert [p_value(p) for p in (1e-5, 0.0123, 0.5)] == ["< 0.001", "0.012", "0.50"]
 
 
 # A real browser

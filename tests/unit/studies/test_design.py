@@ -14,7 +14,6 @@ from equipoise.errors import UserError
 from equipoise.report.reproduction import paper_items
 from equipoise.studies.design import Design, packaged_studies, read_study
 from equipoise.studies.metrics import MEASURED, METRICS
-from equipoise.studies.recipe_match import same_recipe
 from equipoise.studies.results import slug
 from equipoise.training.recipe import make_recipe, read_recipe
 from train_helpers import tiny
@@ -245,34 +244,6 @@ def test_a_name_is_never_a_path(tmp_path: Path) -> None:
     names = {slug(arm) for arm in design.arms}
     assert len(names) == 4
     assert all(set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") for name in names)
-
-
-@pytest.mark.parametrize(
-    ("change", "same"),
-    [
-        ({}, True),
-        ({"device": "cpu"}, True),
-        ({"checkpoint": {"every": 5}}, True),
-        ({"storage": "packed"}, True),
-        ({"data": {"name": "digits", "batch": 240, "root": "elsewhere"}}, True),
-        ({"correction": {"name": "agent", "mode": "replay"}}, True),
-        ({"correction": {"name": "agent", "gamma": 0.2}}, False),
-        ({"correction": "svrg"}, False),
-        ({"epochs": 3}, False),
-        ({"seed": 1}, False),
-        ({"data": {"name": "digits", "batch": 120}}, False),
-    ],
-)
-def test_which_recipes_stand_for_one_another(change: dict[str, Any], same: bool) -> None:
-    asked = tiny(correction="agent", seed=0)
-    assert same_recipe(asked, {**asked, **change}) is same
-
-
-def test_a_mode_that_was_asked_for_counts() -> None:
-    asked, found = (tiny(correction={"name": "agent", "mode": mode}) for mode in ("replay", "running"))
-    assert not same_recipe(asked, found)
-    assert not same_recipe(asked, tiny(correction="agent"))
-    assert not same_recipe(tiny(storage="masked"), tiny(storage="packed"))
 
 
 def test_study_files_have_no_duplicate_keys() -> None:
