@@ -89,7 +89,7 @@ CLAIM = {"says": "AGENT is better", "better": "AGENT", "than": "SGD", "metric": 
 
 
 def write_study(folder: Path, arms: Sequence[str] = ("SGD", "AGENT"), **asked: Any) -> Path:
-    """results/s with two seeds of every arm, each 0.02 better than the one before."""
+    """Write two seeds of every arm; each arm is 0.02 better than the one before."""
     head: Mapping[str, Any] = {"version": 2, "name": "s", "title": "A study", "about": "About.", "claims": [CLAIM]}
     paper = [{"arm": "AGENT", "metric": "accuracy", "at": 3, "value": 0.35}]
     write_result(folder / "study.json", {**head, "arms": {arm: {} for arm in arms}, "paper": paper} | asked)

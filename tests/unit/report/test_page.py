@@ -78,9 +78,7 @@ def test_verdicts_come_first_and_need_no_script(results: Path) -> None:
     assert "−2.95 points" in cells
 
 
-def test_where_there_is_nothing_to_report_no_page_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_page_is_written_if_there_is_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     for name in "ab":
         (tmp_path / "damaged" / name).mkdir(parents=True)
@@ -97,7 +95,7 @@ def test_where_there_is_nothing_to_report_no_page_is_written(
         assert not (tmp_path / "page.html").exists()
 
 
-def test_a_margin_is_said_with_its_claim(tmp_path: Path) -> None:
+def test_a_margin_is_shown_with_its_claim(tmp_path: Path) -> None:
     asked = {"says": "AGENT loses nothing", "better": "SGD", "than": "AGENT", "at": 3, "margin": 0.03}
     write_study(tmp_path / "s", claims=[asked, {**asked, "margin": -1}])
     page = Page(page_of(tmp_path))
@@ -123,7 +121,7 @@ def test_a_run_in_the_middle_of_its_schedule_is_marked_and_not_compared(tmp_path
     assert any("† in the middle of its schedule" in words for words in page.all("h3"))
 
 
-def test_gains_are_differences_of_one_seed_at_every_epoch_from_the_arm_that_is_to_be_beaten(tmp_path: Path) -> None:
+def test_gains_are_differences_from_the_baseline_paired_by_seed_at_every_epoch(tmp_path: Path) -> None:
     claims = [
         {"says": "x", "better": better, "than": than, "metric": "accuracy"}
         for better, than in (("AGENT", "SGD"), ("AGENT", "SVRG"), ("SGD", "SVRG"), ("Short", "SGD"), ("Gone", "SGD"))
@@ -157,7 +155,7 @@ def test_a_run_that_diverged_is_named_with_its_arm(results: Path) -> None:
     assert "✓ holds" in page.all("span")
 
 
-def test_the_days_of_the_runs_are_told_as_one_span(results: Path) -> None:
+def test_the_dates_of_the_runs_are_one_span(results: Path) -> None:
     assert "2026-11-15" in page_of(results)
     assert " to 2026" not in page_of(results)
     late = result_json("SGD", 1)
@@ -252,7 +250,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert any("<img" in item for item in page.all("li"))
 
 
-def test_problems_are_on_the_page_and_an_empty_reading_has_one_too(results: Path) -> None:
+def test_problems_are_on_the_page_even_without_studies(results: Path) -> None:
     (results / "s" / "zzz.json").write_text('{"version": 9}')
     assert any("version 9" in item for item in Page(page_of(results)).all("li"))
     page = Page(make_page(Reading((), ("nothing there",)), "results"))
@@ -278,7 +276,7 @@ def test_a_run_gives_the_same_page(tmp_path: Path) -> None:
 # The command
 
 
-def test_the_command_names_problems_and_writes_the_page(
+def test_the_command_prints_problems_and_writes_the_page(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (results / "s" / "zzz.json").write_text("{")
@@ -306,7 +304,7 @@ def test_a_path_that_cannot_be_written_is_one_line(
     assert capsys.readouterr().err.startswith("equipoise: cannot write the report to ")
 
 
-def test_a_name_of_half_a_surrogate_pair_is_written(tmp_path: Path) -> None:
+def test_a_name_with_an_unpaired_surrogate_is_written(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "s", title="\ud800 a title")
     write_report(folder, tmp_path / "x.html")
     assert "? a title" in (tmp_path / "x.html").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ from equipoise.report.words import gain_of, number, p_value, value_of
 from equipoise.studies.compare import Spread
 
 
-def test_numbers_are_written_as_people_do() -> None:
+def test_numbers_are_formatted_for_people() -> None:
     assert value_of("epochs-to", Spread(21.0, 7.0711, 2)) == "21 ± 7.1"
     assert value_of("epochs-to", Spread(2.0, 0.0, 3, 1)) == "2, never in 1 of 3"
     assert value_of("accuracy", Spread(0.81044, 0.0012, 2)) == "81.04 ± 0.12 %"

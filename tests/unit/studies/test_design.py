@@ -18,7 +18,7 @@ from equipoise.studies.results import slug
 from equipoise.training.recipe import make_recipe, read_recipe
 from train_helpers import tiny
 
-WANTED = {  # what must be there, whatever else is
+WANTED = {  # seeds of the studies that were run
     "sparsity": [0, 1],
     "table1-standard": [0, 1],
     "set-itop": [0, 1],
@@ -42,7 +42,7 @@ def test_every_arm_of_a_packaged_study_is_a_recipe(name: str) -> None:
     raws = {arm: design.raw(arm, seed) for arm in design.arms for seed in design.seeds}
     assert len({yaml.safe_dump(raw) for raw in raws.values()}) == len(design.arms), "two arms are the same"
     recipes = {arm: make_recipe(raw) for arm, raw in raws.items()}
-    assert all(recipe.ema for recipe in recipes.values()), "averaged weights are a fair arm"
+    assert all(recipe.ema for recipe in recipes.values()), "EMA weights are a fair baseline"
     for value in design.paper:
         assert value.metric in METRICS
         assert value.at is None or value.at <= recipes[value.arm].epochs
@@ -67,13 +67,13 @@ def test_the_studies_to_be_run_have_two_seeds(name: str, seeds: list[int]) -> No
     assert list(packaged(name).seeds) == seeds
 
 
-def test_the_fair_arms_stand_beside_the_claim() -> None:
+def test_studies_include_the_fair_baselines() -> None:
     for name in ("set-itop", "rigl-itop"):
         design = packaged(name)
         corrections = {make_recipe(design.raw(arm, 0)).correction.__class__.__name__ for arm in design.arms}
         assert {"SGD", "Agent", "SVRG", "AlphaSVRG", "FixedC"} <= corrections
         plain, bigger = (make_recipe(design.raw(arm, 0)) for arm in ("SGD", "Bigger batch"))
-        # as many steps on batches of two gradients' cost
+        # as many steps, on batches that cost two gradients
         assert bigger.data.batch * plain.epochs == plain.data.batch * bigger.epochs
         assert {claim.score for claim in design.claims} == {"plain", "bn_recalibrated", "ema"}
     fractions = [packaged("at").raw(arm, 0).get("objective") for arm in packaged("at").arms]
@@ -82,8 +82,8 @@ def test_the_fair_arms_stand_beside_the_claim() -> None:
 
 
 @pytest.mark.parametrize("name", packaged_studies())
-def test_a_correction_of_attacked_steps_says_where_its_full_gradient_comes_from(name: str) -> None:
-    """Left open, the cheapest mode is taken, which has no full gradient; the paper's is of clean images."""
+def test_a_correction_in_adversarial_training_names_its_full_pass(name: str) -> None:
+    """Without `full_pass` the mode without a full gradient is chosen; the paper computes one on clean images."""
     for arm in packaged(name).arms:
         raw = packaged(name).raw(arm, 0)
         recipe = make_recipe(raw)
@@ -91,7 +91,7 @@ def test_a_correction_of_attacked_steps_says_where_its_full_gradient_comes_from(
             assert "full_pass" in raw
 
 
-def test_the_numbers_of_table_1_give_what_the_paper_says_of_them() -> None:
+def test_the_numbers_of_table_1_agree_with_the_text_of_the_paper() -> None:
     """Its text: up to 11.4 % after 20 epochs, and up to 5.0 % on average over the six budgets."""
     numbers = {(v.arm, v.at): 100 * v.value for v in packaged("table1-standard-200").paper if v.metric == "accuracy"}
     budgets = (20, 40, 70, 90, 140, 200)
@@ -103,7 +103,7 @@ def test_the_numbers_of_table_1_give_what_the_paper_says_of_them() -> None:
     assert {at for _, at in early} == {20, 40, 70, 90}
 
 
-def test_one_run_of_90_epochs_has_the_first_epochs_of_one_of_200() -> None:
+def test_the_first_90_of_200_epochs_have_the_same_learning_rates() -> None:
     short, full = (
         make_recipe(packaged(n).raw("BSR-Net 99 %", 0)) for n in ("table1-standard", "table1-standard-200")
     )
@@ -126,7 +126,7 @@ def test_every_table_and_figure_of_the_paper_has_studies_or_a_reason() -> None:
         assert any(word in says for word in words for says in claims) or item.why or not claims, item.item
 
 
-# Files of one's own
+# Study files
 
 
 def write(folder: Path, value: Any) -> str:
@@ -139,7 +139,7 @@ def own(**changes: Any) -> dict[str, Any]:
     return {"title": "T", "recipe": "tiny.yaml", "arms": {"a": {}, "b": {"epochs": 3}}, **changes}
 
 
-def test_overrides_are_laid_over_in_order(tmp_path: Path) -> None:
+def test_overrides_are_merged_in_order(tmp_path: Path) -> None:
     arms = {
         "nested": {"data": {"batch": 60}, "topology": {"sparsity": 0.5}},
         "dotted": {"data.batch": 60, "topology.sparsity": 0.5},
@@ -158,7 +158,7 @@ def test_overrides_are_laid_over_in_order(tmp_path: Path) -> None:
     assert (other["epochs"], other["model"], other["data"]["batch"]) == (7, "small", 90)
 
 
-def test_what_was_asked_is_plain_json_values(tmp_path: Path) -> None:
+def test_study_json_holds_plain_values(tmp_path: Path) -> None:
     claim = {"says": "s", "better": "a", "than": "b", "at": 2}
     asked = read_study(write(tmp_path, own(claims=[claim], seeds=[3]))).asked()
     assert asked["version"] == 2
@@ -167,7 +167,7 @@ def test_what_was_asked_is_plain_json_values(tmp_path: Path) -> None:
     assert {key: asked["claims"][0][key] for key in claim} == claim
 
 
-def test_every_arm_is_there_with_every_budget(tmp_path: Path) -> None:
+def test_every_arm_exists_with_every_budget(tmp_path: Path) -> None:
     claim = {"says": "s", "better": "b, 5 epochs", "than": "a"}
     design = read_study(write(tmp_path, own(budgets=[5, 9], claims=[claim])))
     assert list(design.every_arm) == ["a", "b", "a, 5 epochs", "b, 5 epochs", "a, 9 epochs", "b, 9 epochs"]
@@ -238,7 +238,7 @@ def test_an_unknown_study_is_refused_with_a_hint(tmp_path: Path) -> None:
         read_study(str(tmp_path / "none.yaml"))
 
 
-def test_a_name_is_never_a_path(tmp_path: Path) -> None:
+def test_the_name_of_an_arm_is_never_a_path(tmp_path: Path) -> None:
     arms = {"../../up": {}, "/etc": {}, "a\x00b": {}, "γ": {}}
     design = read_study(write(tmp_path, own(arms=arms)))
     names = {slug(arm) for arm in design.arms}

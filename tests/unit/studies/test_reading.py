@@ -18,7 +18,7 @@ from equipoise.training.run_folder import RunFolder
 from study_helpers import CLAIM, line, result_json, write_study
 
 
-def test_results_that_cannot_be_meant_are_named(tmp_path: Path) -> None:
+def test_implausible_results_are_left_out(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "s", ["SGD"])
     sound = result_json("SGD", 0)
     wrong: dict[int, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def test_results_that_cannot_be_meant_are_named(tmp_path: Path) -> None:
     assert [result.seed for result in read_results(folder).studies[0].results["SGD"]] == [0, 1]
 
 
-def test_seeds_may_have_run_elsewhere_and_in_a_mode_of_the_same_estimate(tmp_path: Path) -> None:
+def test_seeds_may_differ_in_storage_and_in_modes_of_the_same_estimate(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "s", ["AGENT"])
     changes: list[dict[str, Any]] = [
         {"correction": "agent"},
@@ -115,7 +115,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_file_that_cannot_be_used_is_named_and_the_rest_is_read(tmp_path: Path, kind: str) -> None:
+def test_an_unusable_file_is_reported_and_the_rest_is_read(tmp_path: Path, kind: str) -> None:
     folder = write_study(tmp_path / "s")
     make, why = WRONG[kind]
     (folder / "zzz.json").write_text(make(result_json(seed=7)))
@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_used_is_named_and_the_rest_is_read(tmp_path: Path
     assert {arm: len(results) for arm, results in reading.studies[0].results.items()} == {"SGD": 2, "AGENT": 2}
 
 
-def test_binary_rubbish_and_missing_arms_are_named(tmp_path: Path) -> None:
+def test_binary_files_and_missing_arms_are_reported(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "s", arms=["SGD", "AGENT"])
     asked = json.loads((folder / "study.json").read_text())
     write_result(folder / "study.json", asked | {"arms": {"SGD": {}, "AGENT": {}, "SAGA": {}}})
@@ -137,7 +137,7 @@ def test_binary_rubbish_and_missing_arms_are_named(tmp_path: Path) -> None:
     ]
 
 
-def test_an_epoch_of_wrong_types_is_left_out_alone(tmp_path: Path) -> None:
+def test_only_epochs_with_wrong_types_are_left_out(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "s")
     value = result_json(seed=5)
     value["epochs"][1]["epoch"] = "two"
@@ -152,7 +152,7 @@ def test_an_epoch_of_wrong_types_is_left_out_alone(tmp_path: Path) -> None:
     assert "plain" not in epochs[2].scores
 
 
-def test_bad_claims_are_named_and_results_without_a_study_are_shown(tmp_path: Path) -> None:
+def test_wrong_claims_are_reported_and_results_without_study_json_are_shown(tmp_path: Path) -> None:
     claims = [{"better": "AGENT"}, "AGENT", {**CLAIM, "at": "end"}]
     folder = write_study(tmp_path / "s", claims=claims, paper={"a": 1})
     reading = read_results(folder)
@@ -196,7 +196,7 @@ def test_a_run_is_a_study_of_one_arm(tmp_path: Path) -> None:
         ({"device": "cpu", "jobs_on_device": 1}, None, True),
         ({"device": "cpu", "jobs_on_device": 2}, 0.0, False),
         ({"device": "cpu", "jobs_on_device": "many"}, None, True),
-        ({"device": "NVIDIA X"}, None, False),  # a run of old, whose seconds hold its start-up
+        ({"device": "NVIDIA X"}, None, False),  # an old run, whose seconds include its start-up
         ({"device": "NVIDIA X"}, 9.0, True),
         ({"device": "NVIDIA X", "jobs_on_device": 2}, 9.0, False),
     ],
@@ -216,7 +216,7 @@ def test_seconds_that_cannot_be_compared_are_left_out(
     assert changed.epochs[-1].passes == other.epochs[-1].passes
 
 
-def test_a_run_without_an_epoch_and_a_folder_of_nothing_are_named(tmp_path: Path) -> None:
+def test_a_run_without_an_epoch_and_an_empty_folder_are_reported(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", {"epochs": 3})
     assert read_results(tmp_path).studies == ()
     assert "no metrics.jsonl yet" in read_results(tmp_path).problems[-1]
@@ -240,7 +240,7 @@ JSON = st.recursive(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_whatever_stands_in_a_file_the_page_is_made(tmp_path: Path, data: st.DataObject) -> None:
+def test_the_page_is_made_whatever_a_file_holds(tmp_path: Path, data: st.DataObject) -> None:
     folder = tmp_path / "s"
     if not folder.exists():
         write_study(folder)

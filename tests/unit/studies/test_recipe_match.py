@@ -24,7 +24,7 @@ from train_helpers import tiny
         ({"data": {"name": "digits", "batch": 120}}, False),
     ],
 )
-def test_which_recipes_stand_for_one_another(change: dict[str, Any], same: bool) -> None:
+def test_which_recipes_match(change: dict[str, Any], same: bool) -> None:
     asked = tiny(correction="agent", seed=0)
     assert same_recipe(asked, {**asked, **change}) is same
 

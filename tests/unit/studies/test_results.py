@@ -25,7 +25,7 @@ def test_floats_keep_six_significant_digits(tmp_path_factory: pytest.TempPathFac
     assert len(Decimal(repr(found)).normalize().as_tuple().digits) <= 6
 
 
-def test_a_file_is_strict_json_with_a_line_an_epoch(tmp_path: Path) -> None:
+def test_a_file_is_strict_json_with_one_line_per_epoch(tmp_path: Path) -> None:
     value = result_json()
     value["epochs"][0]["train_loss"] = float("nan")
     write_result(tmp_path / "deep" / "r.json", value)
@@ -36,7 +36,7 @@ def test_a_file_is_strict_json_with_a_line_an_epoch(tmp_path: Path) -> None:
     assert sum('"epoch": ' in row and '"learning_rate"' in row for row in text.splitlines()) == len(value["epochs"])
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_result(tmp_path / "r.json", {"a": 1})
 
     def fail(*_: object) -> None:
@@ -54,12 +54,12 @@ def normal(name: str) -> str:
 
 
 @given(st.text(), st.text())
-def test_a_name_becomes_a_plain_file_name_and_two_names_two(first: str, second: str) -> None:
+def test_different_names_become_different_plain_file_names(first: str, second: str) -> None:
     assert re.fullmatch(r"[a-z0-9-]+", slug(first))
     assert (slug(first) == slug(second)) <= (normal(first) == normal(second))
 
 
-def test_names_never_lead_elsewhere(tmp_path: Path) -> None:
+def test_file_names_stay_in_their_folder(tmp_path: Path) -> None:
     assert slug("SGD") == "sgd"
     assert slug("SET ITOP_99") == "set-itop-99"
     for name in ("../../etc/passwd", "/root", "..", "", "a" * 500, "\ud800"):
@@ -67,7 +67,7 @@ def test_names_never_lead_elsewhere(tmp_path: Path) -> None:
         assert len(result_file(tmp_path, name, 0).name) < 100
 
 
-def test_a_file_that_says_the_same_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_with_the_same_content_is_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "study.json"
     write_result(file, {"version": 1, "name": "a"})
     before = file.stat().st_ino

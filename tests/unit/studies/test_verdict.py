@@ -25,7 +25,7 @@ def judged(better: list[float], than: list[float], name: str = "accuracy", **opt
 
 @settings(deadline=None)  # the first call imports scipy
 @given(st.lists(PAIRS, min_size=1, max_size=5))
-def test_a_claim_holds_in_every_seed_in_part_in_the_mean_or_not(pairs: list[tuple[float, float]]) -> None:
+def test_a_claim_holds_if_every_seed_agrees_and_in_part_if_the_mean_does(pairs: list[tuple[float, float]]) -> None:
     verdict = judged([a for a, _ in pairs], [b for _, b in pairs])
     gains = [a - b for a, b in pairs]
     if abs(sum(gains)) < 1e-9:
@@ -35,7 +35,7 @@ def test_a_claim_holds_in_every_seed_in_part_in_the_mean_or_not(pairs: list[tupl
     assert verdict.gain.mean == pytest.approx(np.mean(gains))  # type: ignore[attr-defined]
 
 
-def test_where_less_is_better_the_sign_turns() -> None:
+def test_the_sign_is_reversed_if_lower_is_better() -> None:
     slow, fast = [0.1] * 9 + [0.5], [0.1] * 4 + [0.5] * 6
     arms = [result("fast", 0, fast), result("slow", 0, slow), result("never", 0, [0.1] * 10)]
     claim = Claim("", "fast", "slow", metric="epochs-to", threshold=0.5)
@@ -47,7 +47,7 @@ def test_where_less_is_better_the_sign_turns() -> None:
     assert judge(study(*arms), Claim("", "never", "never", metric="epochs-to", threshold=0.5)).word == "does not hold"
 
 
-def test_what_is_told_from_chance_holds_with_a_small_p() -> None:
+def test_significant_claims_hold_with_a_small_p() -> None:
     sure, lucky, alone = ([0.5, 0.51, 0.52], [0.4, 0.41, 0.421]), ([0.5, 0.9], [0.4, 0.41]), ([0.5], [0.1])
     worse = ([0.4, 0.401, 0.4], [0.401, 0.402, 0.401])  # by 0.001, every time
     verdicts = [judged(*sure), judged(*lucky), judged(*alone), judged(*worse, margin=0.002), judged(sure[1], sure[0])]
@@ -56,7 +56,7 @@ def test_what_is_told_from_chance_holds_with_a_small_p() -> None:
     assert count_significant(verdicts[1:]) == 0  # type: ignore[arg-type]
 
 
-def test_what_was_not_run_says_why() -> None:
+def test_a_claim_that_was_not_run_has_a_reason() -> None:
     arms = [result("B", 0, [0.1]), result("T", 1, [0.2])]
     for claim, why in (
         (Claim("", "B", "X"), "X has no finished seed"),
@@ -88,7 +88,7 @@ def test_reduction_is_the_mean_of_the_pairs() -> None:
 @pytest.mark.parametrize(
     ("better", "word"),
     [
-        ([0.498, 0.6], "holds"),  # 0.002 worse, as far as it may be, and better
+        ([0.498, 0.6], "holds"),  # 0.002 worse, the whole margin, and better
         ([0.497, 0.503], "holds in part"),
         ([0.497, 0.4985], "does not hold"),
     ],
@@ -123,7 +123,7 @@ def test_a_run_that_diverged_is_worse_than_one_that_did_not() -> None:
         assert (verdict.word, verdict.why) == ("does not hold", "T diverged (seed 0)")
 
 
-def test_as_long_as_it_lasted_it_counts_as_others_do() -> None:
+def test_a_run_that_diverged_later_counts_as_others_do() -> None:
     found = with_lost(result("B", 0, [0.3, 0.4]), lost("T", 0, [0.9]))
     verdict = judge(found, Claim("", "B", "T", at=1))
     assert (verdict.word, verdict.why) == ("does not hold", "")
@@ -131,7 +131,7 @@ def test_as_long_as_it_lasted_it_counts_as_others_do() -> None:
     assert judge(found, Claim("", "B", "T", at=2)).word == "holds"
 
 
-def test_numbers_are_of_the_seeds_that_came_to_an_end() -> None:
+def test_numbers_are_of_the_seeds_that_did_not_diverge() -> None:
     found = with_lost(result("B", 0, [0.3]), result("B", 1, [0.5]), result("T", 0, [0.2]), lost("T", 1, []))
     verdict = judge(found, Claim("", "B", "T"))
     assert (verdict.word, verdict.why) == ("holds", "T diverged (seed 1)")
@@ -146,7 +146,7 @@ def test_arms_that_both_diverged_do_not_differ() -> None:
     assert (verdict.word, verdict.why) == ("does not hold", "B diverged (seed 0); T diverged (seed 0)")
 
 
-def test_what_is_measured_at_the_end_is_unknown_of_a_run_that_diverged() -> None:
+def test_measurements_at_the_end_are_unknown_for_a_run_that_diverged() -> None:
     found = with_lost(replace(result("B", 0, [0.3]), measured={"variance": 1.0}), lost("T", 0, [0.2]))
     assert judge(found, Claim("", "B", "T", metric="variance")).why == "T has no variance"
 
