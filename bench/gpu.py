@@ -18,7 +18,7 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -90,32 +90,20 @@ def measure(case: Case, data: str, extra: list[str]) -> Timing:
     raw = apply_overrides(read_recipe(case.recipe), [*case.overrides, f"data.root={data}", *extra])
     trainer = Timed(make_recipe(raw))
     torch.cuda.reset_peak_memory_stats()
-    trainer._begin_capture()
     trainer.parts.model.train()
-    if trainer.captured is None:
+    if not trainer.parts.engine.captures:
         print("  not captured")
-    first = [0.0]
-    step = trainer._step
-
-    def noted(batch: Any) -> int:
-        size = step(batch)
-        if not first[0]:
-            torch.cuda.synchronize()
-            first[0] = time.perf_counter() - started
-        return size
-
-    trainer._step = noted  # type: ignore[method-assign]
+    trainer.take_step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - started
     for _ in range(WARM):
-        trainer._run_epoch()
+        trainer.run_epoch()
     before = trainer.seconds
     for _ in range(case.epochs):
-        trainer._run_epoch()
+        trainer.run_epoch()
     seconds = (trainer.seconds - before) / case.epochs
     print("  loss", *(round(line["train_loss"], 3) for line in trainer.history[-2:]), flush=True)
-    memory = trainer.history[-1]["peak_memory"]
-    if trainer.captured is not None:
-        trainer.captured.release()
-    return Timing(seconds, first[0], memory)
+    return Timing(seconds, first, trainer.history[-1]["peak_memory"])
 
 
 def start_up(data: str) -> list[float]:
@@ -123,7 +111,7 @@ def start_up(data: str) -> list[float]:
     code = (
         "import torch\nfrom equipoise.training import *\n"
         f"t = Trainer(make_recipe(apply_overrides(read_recipe('vgg_c-set-itop'), ['data.root={data}'])))\n"
-        "t._begin_capture(); t.parts.model.train(); t._step(()); torch.cuda.synchronize()"
+        "t.parts.model.train(); t.take_step(); torch.cuda.synchronize()"
     )
     seconds = []
     for _ in range(3):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from equipoise.storage.sparse_weight import SparseWeight, is_cleared
 
 # Values of `activity`. ACTIVE has all bits set: `value & ACTIVE` keeps a number and `value & NEVER` clears it.
 ACTIVE, NEVER, DROPPED = -1, 0, 1
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # Integers as wide as each floating-point type: masking bits is exact for NaN and several times faster on a CPU than
 # filling by a boolean mask.
@@ -29,11 +31,15 @@ class MaskedTensor:
     Args:
         tensor: The parameter that the optimizer steps.
         shared: Whether it holds several weights.
+        compile: Applied to the function that masks.
     """
 
-    def __init__(self, tensor: nn.Parameter, shared: bool = False) -> None:
+    def __init__(
+        self, tensor: nn.Parameter, shared: bool = False, compile: Compile = lambda function: function
+    ) -> None:
         self.tensor = tensor
         self.shared = shared
+        self._hide = compile(hide_inactive)
         self.activity = torch.full_like(tensor, ACTIVE, dtype=torch.int8, requires_grad=False)
 
     def follow_device(self) -> None:
@@ -44,15 +50,15 @@ class MaskedTensor:
     def hide_inactive(self, other: Tensor) -> None:
         """Set the inactive elements of a tensor shaped like `tensor` to exactly zero."""
         self.follow_device()
-        hide_inactive(other, self.activity)
+        self._hide(other.detach(), self.activity)
 
 
 def hide_inactive(tensor: Tensor, activity: Tensor) -> None:
     """Set the elements of `tensor` that are not active to exactly zero, whatever their value."""
-    bits = tensor.detach().view(BITS[tensor.element_size()])
-    if tensor.is_cuda:
-        bits.bitwise_and_(activity.clamp(max=0))
+    if tensor.is_cuda and activity.is_cuda:
+        tensor.detach().masked_fill_(activity >= 0, 0)
         return
+    bits = tensor.detach().view(BITS[tensor.element_size()])
     rows = max(1, CHUNK * len(bits) // bits.numel())
     for part, codes in zip(bits.split(rows), activity.split(rows), strict=True):
         part.bitwise_and_(codes.clamp(max=0).to(tensor.device))

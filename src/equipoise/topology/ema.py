@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.storage.flat import FlatParameters
+from equipoise.storage.masked import Compile, hide_inactive
 from equipoise.topology.topology import Topology
 
 
@@ -33,7 +34,8 @@ class EMA:
         model: The model.
         decay: Decay d, such as 0.995.
         topology: The topology of the model; found from the model by default. If it is attached later, call `follow`.
-        flat: The layout of the parameters if they are views of flat.stretches.
+        flat: The layout of the parameters if they are views of one vector.
+        compile: Applied to the function that runs on the device at every step.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class EMA:
         decay: float = 0.995,
         topology: Topology | None = None,
         flat: FlatParameters | None = None,
+        compile: Compile = lambda function: function,
     ) -> None:
         if not 0 < decay < 1:
             raise UserError(f"ema={decay}: the decay of the weight average is in (0, 1), such as 0.995")
@@ -49,6 +52,7 @@ class EMA:
         self.steps = 0
         self.topology: Topology | None = None
         self._model = model
+        self._blend = compile(blend)
         self.parameters = dict(model.named_parameters())
         self._stepped = list(self.parameters.values()) if flat is None else flat.stretches
         self._averages = [tensor.detach().clone() for tensor in self._stepped]
@@ -86,19 +90,20 @@ class EMA:
         """Take the current weights into the average."""
         if self.topology is not Topology.of(self._model) is not None:
             raise UserError("a topology was attached after the average was made; call ema.follow(topology)")
-        self.count_step()
+        self.begin_step(self.steps)
         self.blend()
 
-    def count_step(self) -> None:
-        """Count an update and set its decay."""
-        self.steps += 1
+    def begin_step(self, number: int) -> None:
+        """Set the decay of update `number`, counted from 0."""
+        self.steps = number + 1
         self._rate.fill_(1 - min(self.decay, (1 + self.steps) / (10 + self.steps)))
 
     @torch.no_grad()
     def blend(self) -> None:
         """Move the average towards the weights by the current rate; a CUDA graph can replay this."""
         for average, tensor in zip(self._averages, self._stepped, strict=True):
-            average.lerp_(tensor.detach(), self._rate.to(average))
+            activity = None if self.topology is None else self.topology.activity_of(tensor)
+            self._blend(average, tensor.detach(), self._rate, activity)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -121,6 +126,13 @@ class EMA:
                 value.copy_(saved)
             else:  # the number of packed weights may differ
                 value.data = saved.to(value, copy=True)
+
+
+def blend(average: Tensor, weights: Tensor, rate: Tensor, activity: Tensor | None) -> None:
+    """Move an average towards the weights, in place; set it to zero at weights that are inactive."""
+    average.lerp_(weights, rate.to(average))
+    if activity is not None:
+        hide_inactive(average, activity)
 
 
 @contextmanager

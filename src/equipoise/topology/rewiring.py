@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from equipoise.errors import UserError
 from equipoise.storage.bitmap import get_bits
 from equipoise.storage.flat import FlatParameters
-from equipoise.storage.masked import ACTIVE, DROPPED, MaskedWeight
+from equipoise.storage.masked import ACTIVE, DROPPED, Compile, MaskedWeight
 from equipoise.storage.packed import PackedWeight
 from equipoise.storage.sparse_weight import SparseWeight
 
@@ -25,7 +25,6 @@ NEWBORN = 1e-12  # |w| of a new connection
 BLOCK = 64  # indices counted together; no two weights share a block
 SPREAD = 128  # counters for each weight, so that additions to one of them do not queue up
 
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 Followers = Callable[[nn.Parameter], list[Tensor]]
 States = Callable[[SparseWeight], list[Tensor]]
 
@@ -55,7 +54,7 @@ class Rewiring(ABC):
 
     @abstractmethod
     def cross(self, rate: float | Tensor, drop: bool) -> None:
-        """Add noise, and set active weights that have crossed their sign to zero.
+        """Add noise, and set inactive weights and those that have crossed their sign to zero.
 
         Args:
             rate: The learning rate.
@@ -81,8 +80,8 @@ class MaskedRewiring(Rewiring):
     Args:
         layers: The sparse weights.
         noise: Standard deviation of the noise on active weights, in units of the learning rate.
-        followers: Tensors that follow the one that the optimizer steps, such as its average; they become zero where a
-            weight crosses its sign.
+        followers: Tensors that follow the one that the optimizer steps, such as its average; new connections start at
+            zero in them.
         flat: The layout of the weights if they are views of one vector.
         compile: Applied to the functions that run on the device.
     """
@@ -129,18 +128,13 @@ class MaskedRewiring(Rewiring):
         scale = rate * self._noise
         if self._flat is not None:
             masked = self._layers[0].masked
-            weights, noise, followers = (
-                masked.tensor.data,
-                self._normal(masked.tensor),
-                self._followers(masked.tensor),
-            )
-            self._cross(weights, masked.activity, self._signs, noise, scale, followers, drop)
+            noise = self._normal(masked.tensor)
+            self._cross(masked.tensor.data, masked.activity, self._signs, noise, scale, drop)
             return
         for layer in self._layers:
             if layer.parameter.requires_grad:
                 weight, noise = layer.parameter.detach(), self._normal(layer.parameter)
-                followers = self._followers(layer.parameter)
-                self._cross(weight, layer.activity, layer.memory, noise, scale, followers, drop)
+                self._cross(weight, layer.activity, layer.memory, noise, scale, drop)
 
     def _normal(self, like: Tensor) -> Tensor | None:
         if not self._noise:
@@ -180,6 +174,8 @@ class MaskedRewiring(Rewiring):
             weights = self._layers[0].masked.tensor.data
             weights[where] = self._signs[where].to(weights.dtype) * NEWBORN
             activity[where] = torch.where(wanted, ACTIVE, activity[where]).to(torch.int8)
+            for tensor in self._followers(self._layers[0].masked.tensor):
+                tensor[where] = 0
             return
         newborn = torch.zeros_like(activity, dtype=torch.bool).index_fill_(0, where, True)
         for layer, start in zip(self._layers, self._starts, strict=True):
@@ -188,6 +184,8 @@ class MaskedRewiring(Rewiring):
             assert layer.memory is not None
             weight.copy_(torch.where(born, layer.memory.to(weight.dtype) * NEWBORN, weight))
             layer.activity.masked_fill_(born, ACTIVE)
+            for tensor in self._followers(layer.parameter):
+                tensor.masked_fill_(born, 0)
 
 
 class PackedRewiring(Rewiring):
@@ -251,18 +249,16 @@ def cross(
     signs: Tensor,
     noise: Tensor | None,
     scale: float | Tensor,
-    followers: list[Tensor],
     drop: bool,
 ) -> None:
-    """Add noise to active weights and set those that have crossed their sign to zero, in place."""
-    own = (activity == ACTIVE) & (signs != 0)
+    """Add noise to active weights; set those that have crossed their sign, and inactive ones, to zero, in place."""
+    active = activity == ACTIVE
+    own = active & (signs != 0)
     new = weights if noise is None else torch.where(own, weights + noise * scale, weights)
     crossed = own & (new * signs <= 0)
-    weights.copy_(torch.where(crossed, 0, new))
+    weights.copy_(torch.where(active & ~crossed, new, 0))
     if drop:
         activity.copy_(torch.where(crossed, DROPPED, activity))
-        for tensor in followers:
-            tensor.copy_(torch.where(crossed, 0, tensor))
 
 
 def count_inactive(activity: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from equipoise.errors import UserError
 from equipoise.seeds import derive
 from equipoise.storage.flat import FlatParameters
-from equipoise.storage.masked import MaskedTensor, MaskedWeight
+from equipoise.storage.masked import Compile, MaskedTensor, MaskedWeight
 from equipoise.storage.packed import PackedWeight
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
@@ -25,7 +25,7 @@ from equipoise.topology.hooks import Hooks
 from equipoise.topology.initial import plan_layers
 from equipoise.topology.optimizer_state import restart_lbfgs, start_rprop
 from equipoise.topology.packing import packed_weights
-from equipoise.topology.rewiring import Compile, MaskedRewiring, PackedRewiring, Rewiring
+from equipoise.topology.rewiring import MaskedRewiring, PackedRewiring, Rewiring
 from equipoise.topology.selection import unwrap
 from equipoise.world import World
 
@@ -79,7 +79,7 @@ class Topology:
         self.steps = 0
         self.updates = 0
         self.world = World.of(model) if world is None else world
-        self.layers = _sparse_weights(algorithm, unwrap(model), flat)
+        self.layers = _sparse_weights(algorithm, unwrap(model), flat, compile)
         masked = {id(la.masked): la.masked for la in self.layers if isinstance(la, MaskedWeight) and la.masked.shared}
         self._vectors = list(masked.values())  # tensors of several weights that are masked at once
         self._skipped: list[tuple[nn.Parameter, Tensor]] = []
@@ -229,7 +229,9 @@ class Topology:
             scale = self._loss_scale
             parameter.grad = gradient if scale is None else gradient.div_(scale.to(gradient))  # as a step would
         self._skipped = []
-        self.apply()
+        if self._rewiring is None and self._hooks is not None:
+            # In a loop without hooks nobody else changes weights: masked gradients keep inactive ones at zero.
+            self.apply()
         if self._rewiring is not None:
             self._rewiring.cross(self.optimizer.param_groups[0]["lr"], self.rewires_next)
             if self.rewires_next:
@@ -261,6 +263,13 @@ class Topology:
     def generators(self) -> list[torch.Generator]:
         """The generators that `after_step` draws from between update steps."""
         return [] if self._rewiring is None else [self._rewiring.generator]
+
+    def activity_of(self, stepped: nn.Parameter) -> Tensor | None:
+        """The mask of a tensor that the optimizer steps, if it changes on the device after every step."""
+        if not isinstance(self._rewiring, MaskedRewiring):
+            return None
+        masked = (layer.masked for layer in self.layers if isinstance(layer, MaskedWeight))
+        return next((each.activity for each in masked if each.tensor is stepped), None)
 
     @property
     def rewires_next(self) -> bool:
@@ -406,10 +415,13 @@ class Topology:
         return new
 
 
-def _sparse_weights(algorithm: Algorithm, model: nn.Module, flat: FlatParameters | None) -> list[SparseWeight]:
+def _sparse_weights(
+    algorithm: Algorithm, model: nn.Module, flat: FlatParameters | None, compile: Compile
+) -> list[SparseWeight]:
     if packed := packed_weights(algorithm, model):
         return packed
-    vectors = {} if flat is None else {id(vector): MaskedTensor(vector, shared=True) for vector in flat.stretches}
+    stretches = [] if flat is None else flat.stretches
+    vectors = {id(stretch): MaskedTensor(stretch, shared=True, compile=compile) for stretch in stretches}
     layers: list[SparseWeight] = []
     for planned in plan_layers(algorithm, model):
         masked = vectors[id(flat.stretch_of(planned.weight))] if flat is not None else None

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 FIRST_STEPS = 3  # run, recorded, replayed
 
@@ -82,6 +83,8 @@ class CudaEngine(Engine):
         if not self._compiles:
             return function
         fast = torch.compile(function, dynamic=False)
+        if isinstance(function, nn.Module):
+            return fast  # a module that is compiled is a module
         return lambda *arguments: (fast if self._compiles else function)(*arguments)
 
     def register(self, generator: torch.Generator) -> None:

@@ -111,7 +111,7 @@ def make_parts(
     passes = Passes(recipe, model, train, device, world, engine, flat)
     gradients = Gradients() if flat is None else FlatGradients(passes, flat, engine)
     correction = attach_correction(recipe, model, topology, len(train), gradients)
-    ema = EMA(model, recipe.ema, topology, flat) if recipe.ema else None
+    ema = EMA(model, recipe.ema, topology, flat, engine.compiled) if recipe.ema else None
     meter = Meter(device, engine.compiled(add_batch))
     step = Step(model, optimizer, topology, correction, ema, train, passes, meter, engine, recipe.clip)
     loaders = scoring_loaders(recipe, splits, device, world)

@@ -103,11 +103,28 @@ class Passes:
         """Make a batch, attacked at the current weights if it is to be; return its number of images."""
         size = self._size(ref)
         if ref != self._ref:
-            key = ("batch", ref.attacked, size) if isinstance(self._loader, Loader) else None
             generator = self._attack_generator(ref) if ref.attacked else None
+            key = ("batch", ref.attacked, size) if isinstance(self._loader, Loader) else None
             self._engine.run(key, partial(self._make_batch, ref, size, generator))
             self._ref = ref
         return size
+
+    def begin(self, ref: BatchRef) -> tuple[int, Callable[[], Tensor]]:
+        """Begin a pass on a batch that is captured as a whole.
+
+        Returns:
+            The number of images, and a function that makes the batch, leaves its gradient in the flat vector and
+            returns the loss, all on the device.
+        """
+        size = self._size(ref)
+        generator = self._attack_generator(ref) if ref.attacked else None
+
+        def work() -> Tensor:
+            self._make_batch(ref, size, generator)
+            self._differentiate(ref, size)
+            return self._loss
+
+        return size, work
 
     def _size(self, ref: BatchRef) -> int:
         """Number of images of this process's share of a batch; points the loader at the batch."""
@@ -126,7 +143,8 @@ class Passes:
         x, y = self._images(ref, size)
         batch: tuple[Tensor, ...] = (x, y)
         if ref.attacked or not self.attacks_steps:
-            model = self._fast_model if self._is_usual(size) else self._model
+            fast = self._is_usual(size) and self._engine.captures
+            model = self._fast_model if fast else self._model
             with autocast(self._recipe.precision, self._device):
                 batch = self._recipe.objective.prepare(model, x, y, generator)  # type: ignore[arg-type]
         self._batches[ref.attacked, size] = self._kept(self._batches.get((ref.attacked, size)), batch)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equipoise.correction import Correction
 from equipoise.data import FolderLoader, Loader
@@ -22,8 +23,8 @@ class Step:
     """Takes the steps of a run.
 
     A step is: gradients of the loss, corrected if the correction says so; clipping; the optimizer; masks and, at
-    update steps, drop and grow; the weight average; metrics. `_update` launches work on the device only, so that the
-    engine can replay it; counters of the host change in `__call__`.
+    update steps, drop and grow; the weight average; metrics. `_take` is that sequence. `_update` and `_plain_step`
+    launch work on the device only, so that an engine can replay them; counters of the host change in `__call__`.
 
     Args:
         model: The model.
@@ -62,8 +63,31 @@ class Step:
 
     def __call__(self, number: int, learning_rate: float) -> int:
         """Take step `number` of the run, counted from 0; return its number of images, over all processes."""
-        ref = self._begin(number)
-        set_learning_rate(self._optimizer, learning_rate)
+        ref = self._begin(number, learning_rate)
+        if self._is_plain:
+            size, gradients = self._passes.begin(ref)
+            key = ("step", ref.attacked, size, self._topology.rewires_next)
+            self._engine.run(key, partial(self._plain_step, ref, size, gradients))
+            self._correction.count_step(passes=1)
+        else:
+            self._take(ref)
+        self._topology.count_step()
+        self._engine.count_step()
+        return self._loader.order.size(ref.epoch, ref.batch)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether a recording engine can run the coming step at once: no correction, topology update or clipping."""
+        topology = self._topology
+        special = self._correction.corrects_next_step or topology.update_is_next or topology.records_growth
+        return self._engine.captures and not special and not self._clip
+
+    def _plain_step(self, ref: BatchRef, size: int, gradients: Callable[[], Tensor]) -> None:
+        self._loss.copy_(gradients())
+        self._topology.take_gradients()
+        self._update(ref, size)
+
+    def _take(self, ref: BatchRef) -> None:
         size = self._passes.prepare(ref)  # now: an attack is on the live weights, not on those of the snapshot
         index = self._loader.index(ref.epoch, ref.batch) if self._correction.estimator.fixed_batches else None
         loss = self._correction.backward(self._passes.loss, ref, index=index)
@@ -73,14 +97,9 @@ class Step:
         if self._clip:
             clip_gradients(self._optimizer, self._model, self._clip, ref.epoch, ref.batch)
         self._topology.before_step()
-        if self._ema is not None:
-            self._ema.count_step()
         key = None if self._topology.update_is_next else ("update", ref.attacked, size, self._topology.rewires_next)
         self._engine.run(key, partial(self._update, ref, size))
         self._passes.clear_gradients()
-        self._topology.count_step()
-        self._engine.count_step()
-        return self._loader.order.size(ref.epoch, ref.batch)
 
     def _update(self, ref: BatchRef, size: int) -> None:
         self._optimizer.step()
@@ -89,10 +108,14 @@ class Step:
             self._ema.blend()
         self._meter.add(self._loss, *self._passes.outcome(ref, size))
 
-    def _begin(self, number: int) -> BatchRef:
+    def _begin(self, number: int, learning_rate: float) -> BatchRef:
+        """Set the numbers of the coming step, which replayed work reads from the device."""
         epoch, batch = divmod(number, len(self._loader))
+        set_learning_rate(self._optimizer, learning_rate)
         self._passes.begin_step(number)
         self._meter.begin_batch(batch)
+        if self._ema is not None:
+            self._ema.begin_step(number)
         return BatchRef(epoch, batch, self._passes.attacks_steps)
 
     def refresh(self, number: int, total: int) -> None:
