@@ -1,9 +1,9 @@
-"""Rewrite result files of version 1 with the words of version 2; no number changes.
+"""Rewrite result files of version 1 as version 2. Only names change, no numbers.
 
     python tools/migrate_results.py results
 
-Version 2 names the scores `plain`, `bn_recalibrated` and `ema`, and uses the recipe keys `ema`,
-`bn_recalibration_batches`, `correction.mode`, `.step_fraction`, `.batch_fraction` and `.coefficient`.
+Version 2 names the scores `plain`, `bn_recalibrated` and `ema`, and the recipes have the keys `ema`,
+`bn_recalibration_batches`, `correction.mode`, `.step_fraction`, `.batch_fraction` and a nested `.coefficient`.
 """
 
 from __future__ import annotations
@@ -15,41 +15,48 @@ from typing import Any
 
 from equipoise.studies.results import write_result
 
+Values = dict[str, Any]
+
 SCORES = {"reestimated": "bn_recalibrated", "averaged": "ema"}
 RECIPE = {"average": "ema", "reestimate": "bn_recalibration_batches"}
 CORRECTION = {"way": "mode", "share": "step_fraction", "fraction": "batch_fraction"}
-ENVIRONMENT = {"together": "jobs_on_device"}
-EPOCH = {"start_up": "startup_seconds"}
+COEFFICIENT = {"loss_share": "batch_fraction"} | {
+    key: key for key in ("value", "smoothing", "memory", "per_layer", "clamp")
+}
+QUESTION = {"way": "score", "what": "metric"}
 
 
-def renamed(mapping: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return {names.get(key, key): value for key, value in mapping.items()}
+def renamed(values: Values, names: dict[str, str]) -> Values:
+    return {names.get(key, key): value for key, value in values.items()}
 
 
-def coefficient(options: dict[str, Any]) -> dict[str, Any]:
-    """`value: 0.1` of a correction as `coefficient: {name: fixed, value: 0.1}`."""
-    if "value" not in options:
-        return options
-    value = options["value"]
-    rest = {key: item for key, item in options.items() if key != "value"}
-    return {**rest, "coefficient": {"name": "fixed", "value": value}}
+def correction(old: Values) -> Values:
+    """Rename options, and nest those of the coefficient under its name."""
+    nested = {COEFFICIENT[key]: value for key, value in old.items() if key in COEFFICIENT}
+    new = renamed({key: value for key, value in old.items() if key not in COEFFICIENT}, CORRECTION)
+    if not nested:
+        return new
+    name = new.pop("coefficient", None)
+    if "value" in nested:
+        linear = name == "linear" or (name is None and old["name"] == "alpha-svrg")
+        name = "linear" if linear else "fixed"
+        nested = renamed(nested, {"value": "start"}) if linear else nested
+    return {**new, "coefficient": {"name": name, **nested} if name else nested}
 
 
-def recipe(old: dict[str, Any]) -> dict[str, Any]:
+def recipe(old: Values) -> Values:
     new = renamed(old, RECIPE)
-    if isinstance(new.get("correction"), dict):
-        new["correction"] = coefficient(renamed(new["correction"], CORRECTION))
-    return new
+    return {**new, "correction": correction(new["correction"])} if isinstance(new.get("correction"), dict) else new
 
 
-def epoch(old: dict[str, Any]) -> dict[str, Any]:
-    new = renamed(old, EPOCH)
+def epoch(old: Values) -> Values:
+    new = renamed(old, {"start_up": "startup_seconds"})
     return {**new, "scores": renamed(new["scores"], SCORES)} if "scores" in new else new
 
 
-def result(old: dict[str, Any]) -> dict[str, Any]:
+def result(old: Values) -> Values:
     new = {**old, "version": 2, "recipe": recipe(old["recipe"])}
-    new["environment"] = renamed(old["environment"], ENVIRONMENT)
+    new["environment"] = renamed(old["environment"], {"together": "jobs_on_device"})
     new["epochs"] = [epoch(line) for line in old["epochs"]]
     if "robust" in old:
         new["robust"] = renamed(old["robust"], SCORES)
@@ -58,26 +65,23 @@ def result(old: dict[str, Any]) -> dict[str, Any]:
     return new
 
 
-def claim(old: dict[str, Any]) -> dict[str, Any]:
-    new = renamed(old, {"way": "score"})
+def question(old: Values) -> Values:
+    new = renamed(old, QUESTION)
     return {**new, "score": SCORES.get(new["score"], new["score"])}
 
 
-def study(old: dict[str, Any]) -> dict[str, Any]:
+def study(old: Values) -> Values:
     new = {**old, "version": 2, "set": recipe(old["set"])}
     new["arms"] = {name: recipe(arm) for name, arm in old["arms"].items()}
-    for key in ("claims", "paper"):
-        new[key] = [claim(entry) for entry in old[key]]
-    return new
+    return new | {key: [question(entry) for entry in old[key]] for key in ("claims", "paper")}
 
 
 def migrate(path: Path) -> bool:
-    """Rewrite one file; whether it was of version 1."""
+    """Rewrite a file if it is of version 1, and return whether it was."""
     old = json.loads(path.read_text(encoding="utf-8"))
-    if old["version"] != 1:
+    if old.get("version") != 1:
         return False
-    new = study(old) if path.name == "study.json" else result(old)
-    write_result(path, new)
+    write_result(path, study(old) if path.name == "study.json" else result(old))
     return True
 
 

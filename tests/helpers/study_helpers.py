@@ -50,7 +50,7 @@ def line(number: int, accuracy: float = 0.5, c: float | None = None) -> dict[str
         "train_loss": 1.0 / number,
         "train_accuracy": accuracy,
         "split": "test",
-        "scores": {way: {"loss": 1.0, "accuracy": accuracy} for way in ("plain", "bn_recalibrated", "ema")},
+        "scores": {score: {"loss": 1.0, "accuracy": accuracy} for score in ("plain", "bn_recalibrated", "ema")},
         "density": 0.05,
         "exploration": 0.3,
         "updates": 1,
@@ -65,7 +65,7 @@ def line(number: int, accuracy: float = 0.5, c: float | None = None) -> dict[str
 def result_json(arm: str = "SGD", seed: int = 0, shift: float = 0.0, name: str = "s") -> dict[str, Any]:
     lines = [line(i, 0.1 * i + shift + 0.001 * seed, c=0.5 if shift else None) for i in range(1, 7)]
     return {
-        "version": 1,
+        "version": 2,
         "study": name,
         "arm": arm,
         "seed": seed,
@@ -90,8 +90,8 @@ CLAIM = {"says": "AGENT is better", "better": "AGENT", "than": "SGD", "metric": 
 
 def write_study(folder: Path, arms: Sequence[str] = ("SGD", "AGENT"), **asked: Any) -> Path:
     """Write two seeds of every arm; each arm is 0.02 better than the one before."""
-    head: Mapping[str, Any] = {"version": 1, "name": "s", "title": "A study", "about": "About.", "claims": [CLAIM]}
-    paper = [{"arm": "AGENT", "what": "accuracy", "at": 3, "value": 0.35}]
+    head: Mapping[str, Any] = {"version": 2, "name": "s", "title": "A study", "about": "About.", "claims": [CLAIM]}
+    paper = [{"arm": "AGENT", "metric": "accuracy", "at": 3, "value": 0.35}]
     write_result(folder / "study.json", {**head, "arms": {arm: {} for arm in arms}, "paper": paper} | asked)
     for i, arm in enumerate(arms):
         for seed in (0, 1):

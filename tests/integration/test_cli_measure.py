@@ -36,8 +36,9 @@ def test_a_run_measured_during_training_and_at_its_end(run: Run, trained: str, t
         if key != "norm":  # which does not depend on the old weights
             assert float(found.group(2)) == pytest.approx(gradients["everywhere"][key], rel=1e-3)
     assert f"± {gradients['deviation']['c_star']:.2g}" in shown.out
-    assert "of 4 of 6 batches, whose noise is a part of their correlation; --batches 6 has none" in " ".join(
-        shown.out.split()
+    assert (
+        "of 4 of 6 batches, and the noise of this sample affects their correlation; --batches 6 avoids it"
+        in " ".join(shown.out.split())
     )
     assert "layers.0.weight" in shown.out
     assert "During training, against the weights of one epoch before" in shown.out

@@ -133,7 +133,9 @@ def test_the_list_has_every_recipe_once_under_its_family(capsys: pytest.CaptureF
         assert headings[-1] == family
         assert len(family) < 50
     assert all(len(line) <= 130 for line in lines)
-    assert [line.strip() for line in lines if line.startswith("  overlays")] == ["overlays, named after a recipe"]
+    assert [line.strip() for line in lines if line.startswith("  overlays")] == [
+        "overlays, to be given after a recipe"
+    ]
 
 
 # --- seconds on the digits

@@ -1,4 +1,4 @@
-"""`equipoise eval RUN --attack`: clean and robust accuracy of one run, three ways."""
+"""`equipoise eval RUN --attack`: clean and robust accuracy of a run by score."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from equipoise.training.recipe import apply_overrides, make_recipe, read_recipe
 from equipoise.training.run_folder import RunFolder
 from equipoise.training.trainer import Trainer
 
-WAYS = ["plain", "bn_recalibrated", "ema"]
+SCORES = ["plain", "bn_recalibrated", "ema"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """One epoch of AT; its average is far behind its weights, so that the three ways differ."""
+    """One epoch of AT; its EMA lags far behind its weights, so that the three scores differ."""
     overrides = ["epochs=1", "objective.steps=2", "ema=0.8", "bn_recalibration_batches=2", "optimizer.lr=0.02"]
     recipe = make_recipe(apply_overrides(read_recipe("digits-bsr-at"), overrides))
     trainer = Trainer(recipe)
@@ -73,23 +73,23 @@ class Row(NamedTuple):
 
 
 def rows_of(out: str) -> dict[str, Row]:
-    """The table as numbers, by way."""
+    """The numbers of the table, by score."""
     found = re.findall(r"^(\w+) +([\d.]+) % +([\d.]+) %(?: !)? +(\d+)$", out, re.MULTILINE)
-    return {way: Row(float(clean), float(under), int(images)) for way, clean, under, images in found}
+    return {score: Row(float(clean), float(under), int(images)) for score, clean, under, images in found}
 
 
-# --- the table
+# the table
 
 
-def test_the_table_has_clean_and_robust_accuracy_three_ways(evaluate: CommandLine) -> None:
+def test_the_table_has_clean_and_robust_accuracy_by_score(evaluate: CommandLine) -> None:
     outcome = evaluate("--attack", "pgd50x10", "--images", "30")
     assert (outcome.status, outcome.err) == (0, "")
     rows = rows_of(outcome.out)
-    assert list(rows) == WAYS
+    assert list(rows) == SCORES
     assert all(row.images == 30 for row in rows.values())
     assert all(0 < row.robust <= row.clean <= 100 for row in rows.values())
     assert "epoch 1, test, pgd50x10 within L∞ 8/255" in outcome.out
-    assert not outcome.out.startswith("\n")  # where nobody watches there is no bar, nor the line it stood on
+    assert not outcome.out.startswith("\n")  # without a terminal there is no bar and no line for it
 
 
 def test_the_numbers_are_those_of_the_library(trained: Trainer, evaluate: CommandLine) -> None:
@@ -100,16 +100,16 @@ def test_the_numbers_are_those_of_the_library(trained: Trainer, evaluate: Comman
     batches = zip(x.split(100), y.split(100), strict=True)
     plain = robust_accuracy(trained.parts.model, batches, PGD(eps=0.1, early_exit=True), generator)
     assert found["plain"] == (round(100 * plain.clean, 2), round(100 * plain.robust, 2), 360)
-    for way, score in trained.evaluate("test").items():
-        assert found[way].clean == pytest.approx(100 * score.accuracy, abs=0.005)
-    assert len({row.clean for row in found.values()}) > 1  # the ways do differ
+    for name, score in trained.evaluate("test").items():
+        assert found[name].clean == pytest.approx(100 * score.accuracy, abs=0.005)
+    assert len({row.clean for row in found.values()}) > 1  # the scores do differ
 
 
-def test_more_room_means_less_robustness_and_none_means_clean(evaluate: CommandLine) -> None:
+def test_a_larger_radius_lowers_robust_accuracy_and_radius_0_leaves_clean_accuracy(evaluate: CommandLine) -> None:
     words = ["--attack", "pgd50x10", "--images", "8", "--eps"]
     tables = [rows_of(evaluate(*words, eps).out) for eps in ("0", "0.2", "1")]
-    for way in WAYS:
-        none, some, all_ = (table[way] for table in tables)
+    for score in SCORES:
+        none, some, all_ = (table[score] for table in tables)
         assert none.robust == none.clean == some.clean == all_.clean
         assert some.robust < none.robust
         assert all_.robust == 0
@@ -121,12 +121,12 @@ def test_the_model_is_left_as_it_was(trained: Trainer) -> None:
     assert all(torch.equal(value, before[name]) for name, value in trained.parts.model.state_dict().items())
 
 
-def test_images_that_there_are_not_are_no_error(evaluate: CommandLine) -> None:
+def test_a_limit_above_the_number_of_images_attacks_all_of_them(evaluate: CommandLine) -> None:
     assert rows_of(evaluate("--attack", "fgsm", "--images", "100000").out)["plain"].images == 360
     assert rows_of(evaluate("--attack", "fgsm", "--split", "train", "--images", "120").out)["plain"].images == 120
 
 
-def test_batches_are_cut(trained: Trainer) -> None:
+def test_batches_are_cut_to_the_first_images(trained: Trainer) -> None:
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for start in (0, 5, 10):
             yield torch.arange(start, start + 5), torch.arange(start, start + 5)
@@ -137,19 +137,19 @@ def test_batches_are_cut(trained: Trainer) -> None:
         assert all(0 < len(x) <= at_once and torch.equal(x, y) for x, y in cut)
 
 
-# --- progress and cautions
+# progress and cautions
 
 
-def test_a_bar_for_every_way_moves_with_the_images(trained: Trainer) -> None:
+def test_a_bar_for_every_score_moves_with_the_images(trained: Trainer) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
     robust_table(trained, "test", "fgsm", None, 250, "", console)
-    for way in WAYS:
-        assert f"fgsm, {way}" in screen.getvalue()
+    for score in SCORES:
+        assert f"fgsm, {score}" in screen.getvalue()
     assert "100%" in screen.getvalue()
 
 
-def test_progress_is_of_the_images_to_come(trained: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_the_share_of_the_images(trained: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     moves: list[tuple[str, float]] = []
 
     class Watched(Progress):
@@ -160,7 +160,7 @@ def test_progress_is_of_the_images_to_come(trained: Trainer, monkeypatch: pytest
 
     monkeypatch.setattr(robust, "Bar", Watched)
     robust_table(trained, "test", "fgsm", None, 250, "", Console(file=io.StringIO(), force_terminal=True))
-    assert moves == [(f"fgsm, {way}", share) for way in WAYS for share in (40.0, 80.0, 100.0)]
+    assert moves == [(f"fgsm, {score}", share) for score in SCORES for share in (40.0, 80.0, 100.0)]
 
 
 class Saturated(nn.Module):
@@ -177,15 +177,15 @@ class Saturated(nn.Module):
 def test_masked_gradients_are_marked_and_explained(trained: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained.parts, "model", Saturated(trained.parts.model))
     screen = io.StringIO()
-    monkeypatch.setattr(trained.parts, "average", None)
+    monkeypatch.setattr(trained.parts, "ema", None)
     console = Console(file=screen, width=100)
     with pytest.warns(GradientMaskingWarning, match="input gradient of the ce loss is zero"):
         console.print(robust_table(trained, "test", "pgd10", None, 100, "", console))
     assert screen.getvalue().count(" % !") == 2
-    assert list(rows_of(screen.getvalue())) == WAYS[:2]
+    assert list(rows_of(screen.getvalue())) == SCORES[:2]
 
 
-# --- wrong words
+# wrong words
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_masked_gradients_are_marked_and_explained(trained: Trainer, monkeypatch
     [
         (["--attack", "pgd5"], 'no attack is called "pgd5"; did you mean "pgd50x10"?'),
         (["--attack", "autoatack"], 'did you mean "autoattack"?'),
-        (["--attack", "pgd50x10", "--eps", "8"], "8 levels of 255 are eps = 8/255"),
-        (["--attack", "autoattack", "--eps", "8"], "8 levels of 255 are eps = 8/255"),
+        (["--attack", "pgd50x10", "--eps", "8"], "8 levels of 255 are eps=8/255"),
+        (["--attack", "autoattack", "--eps", "8"], "8 levels of 255 are eps=8/255"),
         (["--attack", "autoattack", "--eps", "0"], "a radius above 0"),
         (["--attack", "pgd20", "--eps", "-1"], "--eps"),
         (["--attack", "pgd20", "--eps", "nan"], "eps"),
@@ -206,7 +206,7 @@ def test_masked_gradients_are_marked_and_explained(trained: Trainer, monkeypatch
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_words_are_one_line(evaluate: CommandLine, words: list[str], told: str) -> None:
+def test_wrong_options_are_one_line(evaluate: CommandLine, words: list[str], told: str) -> None:
     status, out, err = evaluate(*words)
     assert status == 2
     assert told in err
@@ -221,7 +221,7 @@ def test_autoattack_that_is_not_installed_is_one_line(evaluate: CommandLine, mon
     assert err == 'equipoise: AutoAttack needs the package pyautoattack: pip install "equipoise[autoattack]"\n'
 
 
-# --- judges
+# judges
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_autoattack_gets_the_radius_and_a_seed_it_can_take(trained: Trainer, mon
     monkeypatch.setattr(robust, "JUDGES", {"autoattack": stand_in})
     robust_table(trained, "test", "autoattack", 0.1, 20, "", Console(file=io.StringIO()))
     assert len(seen) == 3
-    assert len(set(seen)) == 1  # the same for every way
+    assert len(set(seen)) == 1  # the same for every score
     eps, norm, seed = seen[0]
     assert (eps, norm) == (0.1, "linf")
     assert 0 <= seed < 2**32

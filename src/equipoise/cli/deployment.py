@@ -21,7 +21,7 @@ def export(
 ) -> None:
     """Write the network of a run to a small file that `equipoise.load` runs with the sparse kernels."""
     from equipoise.deploy import export as deploy
-    from equipoise.display.deploy_tables import size
+    from equipoise.deploy.benchmark_table import size
     from equipoise.training.network import network_of
 
     deploy.check_request(out, format_, values, weights, force)
@@ -38,7 +38,7 @@ def bench(
 ) -> None:
     """Compare the size and speed of an exported file with dense PyTorch and onnxruntime."""
     from equipoise.deploy import benchmark
-    from equipoise.display.deploy_tables import report_lines
+    from equipoise.deploy.benchmark_table import report_lines
 
     for line in report_lines(benchmark.bench(file, repeats, threads)):
         console.print(line)

@@ -105,7 +105,7 @@ def theory(
 ) -> None:
     """Evaluate Theorem 1 (nu, nu*, bounds of AGENT, SVRG and SGD), and draw a small problem with its bounds."""
     from equipoise.analysis.descent import trajectories
-    from equipoise.display.descent_figure import draw_descent
+    from equipoise.analysis.descent_figure import draw_descent
     from equipoise.display.tables import make_table
 
     if steps < 1 or not (0 <= gap < math.inf and 0 <= sigma < math.inf):

@@ -17,8 +17,7 @@ from equipoise.deploy.coding import VALUES
 from equipoise.deploy.fold import fold
 from equipoise.deploy.packed_file import write_packed, written
 from equipoise.errors import UserError
-
-SCORES = ("plain", "bn_recalibrated", "ema")
+from equipoise.scores import SCORES
 
 
 def write_onnx(network: Network, path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Measurements as tables in the terminal."""
+"""Tables of `equipoise measure` for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -12,13 +13,12 @@ from equipoise.display.tables import make_table, percent
 
 Report = Mapping[str, Any]
 
-# the rows of the table, and their keys in the report
-GRADIENTS = {
+GRADIENTS = {  # the rows of the table, and their keys in the report
     "gradient norm, mean over batches": "norm",
     "norm of the mean gradient": "norm_of_mean",
     "variance, summed over active weights": "variance",
     "variance at the old weights": "variance_old",
-    "variance / ‖E g‖², free of the batches' noise": "variance_relative",
+    "variance / ‖E g‖², corrected for batch noise": "variance_relative",
     "correlation of the mean gradients, over weights": "correlation",
     "correlation over batches, Cov / √(Var·Var)": "correlation_of_batches",
     "correlation of a batch's gradients, over weights": "correlation_of_pairs",
@@ -29,7 +29,7 @@ CHOICES = {"0": "c = 0 (SGD)", "c_hat": "ĉ", "gamma_c_hat": "γĉ (AGENT)", "c_
 
 
 def gradient_table(report: Report, title: str) -> Table:
-    """One row for every number; a second column where noise on inactive weights was measured too."""
+    """Return a table of what `measure_trainer` found, with a second column if noise on all weights was measured."""
     rows = [[name, _with_deviation(report, key)] for name, key in GRADIENTS.items()]
     rows += [[f"variance left at {name}", significant(report["variance_left"][key])] for key, name in CHOICES.items()]
     rows.append(["variance left at each layer's own c*", significant(report["variance_left_by_layer"])])
@@ -42,23 +42,23 @@ def gradient_table(report: Report, title: str) -> Table:
 
 
 def _with_deviation(report: Report, key: str) -> str:
-    """A number, and its deviation over the draws of the noise where it has one."""
+    """Format a number, with its deviation over the draws of the noise if known."""
     deviation = (report["deviation"] or {}).get(key)
     return significant(report.get(key)) + ("" if deviation is None else f" ± {deviation:.2g}")
 
 
 def sample_line(report: Report) -> str:
-    """What the batches are too few for, where they are not all."""
+    """Return a caution if the mean gradients are not of all batches, else an empty line."""
     if report["batches"] == report["of"]:
         return ""
     return (
-        f"The mean gradients are of {report['batches']} of {report['of']} batches, whose noise is a part of their "
-        f"correlation; --batches {report['of']} has none"
+        f"The mean gradients are of {report['batches']} of {report['of']} batches, and the noise of this sample "
+        f"affects their correlation; --batches {report['of']} avoids it"
     )
 
 
 def cost_table(cost: Report, c_star: Mapping[str, float | None], title: str) -> Table:
-    """FLOPs of an image layer by layer, each with its c*, and of the whole run."""
+    """Return a table of what `measure_cost` found: FLOPs per image by layer, with the layer's c*, and of the run."""
     rows = [
         [
             layer["name"],
@@ -75,7 +75,7 @@ def cost_table(cost: Report, c_star: Mapping[str, float | None], title: str) -> 
 
 
 def cost_line(cost: Report) -> str:
-    """Passes, seconds, memory in one line."""
+    """Return passes, seconds and memory in one line."""
     passes, memory = cost["passes"], cost["peak_memory"]
     return (
         f"samples forward {passes['forward']:,}, backward {passes['backward']:,}, of these to the weights "
@@ -86,7 +86,7 @@ def cost_line(cost: Report) -> str:
 
 
 def along_table(lines: Sequence[Report], title: str) -> Table:
-    """A run measured on its way: one row an epoch, then the means over every phase of one learning rate."""
+    """Return a table of the lines of measure.jsonl: one row per epoch, then the mean at each learning rate."""
     keys = ("norm", "variance", "correlation", "correlation_of_batches", "c_star", "c_hat")
     rows = [
         [str(line["epoch"]), f"{line['learning_rate']:.3g}", *(significant(line[key]) for key in keys)]
@@ -97,8 +97,8 @@ def along_table(lines: Sequence[Report], title: str) -> Table:
         if len(phase) == 1:
             continue
         label = f"{phase[0]['epoch']}-{phase[-1]['epoch']}, mean"
-        means = [_mean([line[key] for line in phase]) for key in keys]
-        rows.append([label, f"{rate:.3g}", *map(significant, means)])
+        known = [[line[key] for line in phase if line[key] is not None] for key in keys]
+        rows.append([label, f"{rate:.3g}", *(significant(fmean(values) if values else None) for values in known)])
     return make_table(["epoch", "lr", "norm", "variance", "corr.", "corr. batches", "c*", "ĉ"], rows, title)
 
 
@@ -108,11 +108,6 @@ def _flops(dense: int, sparse: int | None) -> list[str]:
     return [f"{dense:.3e}", f"{sparse:.3e}", percent(sparse / dense if dense else 1.0)]
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
 def significant(value: float | None) -> str:
-    """Four digits, whatever the scale."""
+    """Format a number with four significant digits; empty if it is `None`."""
     return "" if value is None else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The report: studies or a run as one self-contained HTML page."""
+"""The report of studies or of a run, as one self-contained HTML page."""
 
 from equipoise.report.page import make_page, write_report
 

@@ -1,22 +1,23 @@
-"""The data that the page's script draws: lines over time, bars of cost, dots of layer densities."""
+"""The data that the page's script draws: curves over epochs or cost, bars of cost, dots of layer densities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from equipoise.report.words import SCORES
-from equipoise.studies.compare import AXES, Spread, cost_of_epoch, curve, spread
+from equipoise.scores import SCORES
+from equipoise.studies.compare import AXES, Spread, cost_per_epoch, curve, spread
 from equipoise.studies.results import Epoch, Result, Study
 
 Pick = Callable[[Epoch], float | None]
+Number = Callable[[Result], float | None]
 Chart = dict[str, Any]
 
 
 def charts_of(study: Study) -> list[Chart]:
-    """Every chart that the results of a study have data for."""
+    """Return every chart that a study has data for."""
     split = next((r.epochs[-1].split for rs in study.results.values() for r in rs), "test")
-    accuracy = {label: _score(score) for score, label in SCORES.items()}
+    accuracy = {label: _entry("scores", score) for score, label in SCORES.items()}
     correction = {"c": "c", "ĉ": "c_hat", "weight γc": "weight", "variance left": "variance_left"}
     training = {"loss": "train_loss", "explored": "exploration", "density": "density"}
     measured = {"correlation": "correlation", "c*": "c_star", "ĉ": "c_hat", "variance": "variance"}
@@ -24,25 +25,16 @@ def charts_of(study: Study) -> list[Chart]:
         _lines(study, f"Accuracy on {split} images", "percent", accuracy),
         _gains(study, "Gain in accuracy at equal epochs, in points", accuracy),
         _bars(study, "Cost", COSTS),
-        _lines(study, "Correction", "number", {k: _in("correction", v) for k, v in correction.items()}),
+        _lines(study, "Correction", "number", {k: _entry("correction", v) for k, v in correction.items()}),
         _lines(study, "Training", "number", {k: _field(v) for k, v in training.items()}),
-        _lines(
-            study,
-            "Gradients, measured along training",
-            "number",
-            {k: _in("measured", v) for k, v in measured.items()},
-        ),
-        _bars(study, "Gradients on the final weights", MEASURED),
+        _lines(study, "Gradients during training", "number", {k: _entry("measured", v) for k, v in measured.items()}),
+        _bars(study, "Gradients at the final weights", MEASURED),
         _dots(study),
     ]
     return [chart for chart in found if chart is not None]
 
 
-def _score(score: str) -> Pick:
-    return lambda epoch: epoch.scores.get(score)
-
-
-def _in(part: str, key: str) -> Pick:
+def _entry(part: str, key: str) -> Pick:
     return lambda epoch: getattr(epoch, part).get(key)
 
 
@@ -50,48 +42,55 @@ def _field(name: str) -> Pick:
     return lambda epoch: getattr(epoch, name)
 
 
-def _lines(study: Study, title: str, form: str, views: dict[str, Pick]) -> Chart | None:
-    """Curves with bands over seeds. A point is [epochs, evaluations, seconds, mean, std or null]."""
-    drawn = []
-    for label, pick in views.items():
-        series = []
-        for i, results in enumerate(study.results.values()):
-            points = [[*(_short(p.x[axis]) for axis in AXES), *_pair(p.y)] for p in curve(results, pick)]
-            if points:
-                series.append({"arm": i, "points": points})
-        if series:
-            drawn.append({"label": label, "series": series})
-    return {"kind": "lines", "title": title, "form": form, "views": drawn} if drawn else None
+# Curves
 
 
-def _gains(study: Study, title: str, views: dict[str, Pick]) -> Chart | None:
-    """Differences of pairs of one seed from the arm that each is said to beat, where both have as many epochs.
+def _lines(study: Study, title: str, form: str, views: Mapping[str, Pick]) -> Chart | None:
+    """Return curves with bands over seeds. A point is [epochs, evaluations, seconds, mean, std or null]."""
+    points = {
+        label: [
+            [[*(_short(p.x[axis]) for axis in AXES), *_pair(p.y)] for p in curve(results, pick)]
+            for results in study.results.values()
+        ]
+        for label, pick in views.items()
+    }
+    return _curves({"kind": "lines", "title": title, "form": form}, points)
 
-    An accuracy at one epoch is chosen among many; this shows the others. What others are said to beat is left out.
+
+def _gains(study: Study, title: str, views: Mapping[str, Pick]) -> Chart | None:
+    """Return the difference of each arm from the arm that it is said to beat, at all epochs, paired by seed.
+
+    A claim is about one epoch of many; the chart shows the others. An arm that others are said to beat is left out,
+    and so are pairs with different numbers of epochs.
     """
     arms = list(study.results)
     said: dict[str, str] = {}
     for claim in study.claims:
-        # the first that is named, but rather the first arm of the study, which is its baseline
+        # the first claim about an arm counts, but one against the study's baseline, its first arm, takes precedence
         if claim.metric == "accuracy" and (claim.better not in said or claim.than in arms[:1]):
             said[claim.better] = claim.than
     pairs = {better: than for better, than in said.items() if better not in said.values()}
-    drawn: list[Chart] = []
-    for label, pick in views.items():
-        series: list[Chart] = []
-        for i, better in enumerate(arms):
-            points = _differences(study.results[better], study.results.get(pairs.get(better, ""), ()), pick)
-            if points:
-                series.append({"arm": i, "points": points})
-        if series:
-            drawn.append({"label": label, "series": series})
-    seen = {found["arm"] for view in drawn for found in view["series"]}
-    names = {i: f"{arms[i]} - {pairs[arms[i]]}" for i in sorted(seen)}
-    return {"kind": "lines", "title": title, "form": "points", "names": names, "views": drawn} if drawn else None
+    points = {
+        label: [_differences(study.results[arm], study.results.get(pairs.get(arm, ""), ()), pick) for arm in arms]
+        for label, pick in views.items()
+    }
+    drawn = [i for i in range(len(arms)) if any(found[i] for found in points.values())]
+    names = {i: f"{arms[i]} - {pairs[arms[i]]}" for i in drawn}
+    return _curves({"kind": "lines", "title": title, "form": "points", "names": names}, points)
+
+
+def _curves(chart: Chart, points: Mapping[str, Sequence[Sequence[Any]]]) -> Chart | None:
+    """Add views to a chart from points by view and arm; `None` if there are no points."""
+    views = [
+        {"label": label, "series": [{"arm": i, "points": line} for i, line in enumerate(lines) if line]}
+        for label, lines in points.items()
+        if any(lines)
+    ]
+    return {**chart, "views": views} if views else None
 
 
 def _differences(ours: Sequence[Result], theirs: Sequence[Result], pick: Pick) -> list[list[float | None]]:
-    """For each epoch [epoch, null, null, mean, std or null]."""
+    """Return [epoch, null, null, mean, std or null] for each epoch that all pairs have."""
     others = {result.seed: result for result in theirs}
     pairs = [(result, others[result.seed]) for result in ours if result.seed in others]
     if not pairs or any(a.epochs[-1].epoch != b.epochs[-1].epoch for a, b in pairs):
@@ -103,16 +102,18 @@ def _differences(ours: Sequence[Result], theirs: Sequence[Result], pick: Pick) -
             a, b = pick(epoch), values.get(epoch.epoch)
             if a is not None and b is not None:
                 by_epoch.setdefault(epoch.epoch, []).append(a - b)
-    whole = [(epoch, found) for epoch, found in by_epoch.items() if len(found) == len(pairs)]
-    spreads = [(epoch, spread(found)) for epoch, found in sorted(whole)]
-    return [[epoch, None, None, *_pair(found)] for epoch, found in spreads if found is not None]
+    spreads = {epoch: spread(found) for epoch, found in sorted(by_epoch.items()) if len(found) == len(pairs)}
+    return [[epoch, None, None, *_pair(found)] for epoch, found in spreads.items() if found is not None]
 
 
 def _pair(found: Spread) -> list[float | None]:
     return [_short(found.mean), _short(found.std)]
 
 
-def _seconds_an_epoch(result: Result) -> float | None:
+# Bars
+
+
+def _seconds_per_epoch(result: Result) -> float | None:
     last = result.epochs[-1]
     return None if last.seconds is None else last.seconds / last.epoch
 
@@ -122,39 +123,40 @@ def _gigabytes(result: Result) -> float | None:
     return max(peaks) / 1e9 if peaks else None
 
 
-def _measure(key: str) -> Callable[[Result], float | None]:
+def _measured(key: str) -> Number:
     return lambda result: result.measured.get(key)
 
 
-COSTS: dict[str, Callable[[Result], float | None]] = {
-    "gradient evaluations of an epoch, SGD = 1": cost_of_epoch,
-    "training seconds of an epoch": _seconds_an_epoch,
+COSTS: dict[str, Number] = {
+    "gradient evaluations per epoch, SGD = 1": cost_per_epoch,
+    "training seconds per epoch": _seconds_per_epoch,
     "peak memory, GB": _gigabytes,
 }
-MEASURED = {
-    "variance of the mini-batch gradient": _measure("variance"),
-    "correlation after noise on the active weights": _measure("correlation"),
-    "correlation after noise on all weights, inactive ones too": _measure("correlation everywhere"),
-    "best coefficient c*": _measure("c_star"),
+MEASURED: dict[str, Number] = {
+    "variance of the mini-batch gradient": _measured("variance"),
+    "correlation after noise on the active weights": _measured("correlation"),
+    "correlation after noise on all weights, inactive ones too": _measured("correlation everywhere"),
+    "best coefficient c*": _measured("c_star"),
 }
 
 
-def _bars(study: Study, title: str, views: dict[str, Callable[[Result], float | None]]) -> Chart | None:
-    """For each quantity a bar an arm: [arm, mean, std or null]."""
+def _bars(study: Study, title: str, views: Mapping[str, Number]) -> Chart | None:
+    """Return one bar per quantity and arm: [arm, mean, std or null]."""
     groups = []
     for label, pick in views.items():
         rows = []
         for i, results in enumerate(study.results.values()):
-            values = [value for result in results if (value := pick(result)) is not None]
-            if (found := spread(values)) is not None:
-                rows.append([i, *_pair(found)])
-        if rows:
-            groups.append({"label": label, "rows": rows})
+            found = spread([value for result in results if (value := pick(result)) is not None])
+            rows += [] if found is None else [[i, *_pair(found)]]
+        groups += [{"label": label, "rows": rows}] if rows else []
     return {"kind": "bars", "title": title, "groups": groups} if groups else None
 
 
+# Dots
+
+
 def _dots(study: Study) -> Chart | None:
-    """Density of each layer; arms whose layers have the same densities share their dots."""
+    """Return the density of each layer. Arms with the same densities share their dots."""
     sizes: dict[str, int] = {}
     for results in study.results.values():
         sizes |= {name: size for result in results for name, (size, _) in result.layers.items()}
@@ -171,7 +173,7 @@ def _dots(study: Study) -> Chart | None:
 
 
 def _density(results: Sequence[Result], layer: str) -> float | None:
-    """The mean over seeds."""
+    """Return the mean over seeds."""
     pairs = [result.layers[layer] for result in results if layer in result.layers]
     return _short(sum(active / size for size, active in pairs) / len(pairs)) if pairs else None
 

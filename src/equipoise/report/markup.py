@@ -1,4 +1,4 @@
-"""HTML in which text from files is escaped unless it is known to be markup."""
+"""HTML elements. Text is escaped unless it is known to be markup."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ VOID = frozenset({"meta", "br", "hr"})
 
 
 class Markup(str):
-    """Text that is HTML already. Only the functions of this file make it."""
+    """Text that is HTML already. Only the functions of this module make it."""
 
     __slots__ = ()
 
 
 def tag(name: str, /, *children: str | Iterable[str], **attributes: str | int | bool | None) -> Markup:
-    """An element. Children that are not Markup are escaped, and so are attributes; `class_` is `class`.
+    """Return an element.
 
-    An attribute that is True stands by its name alone; one that is None or False is left out.
+    Args:
+        name: The tag.
+        children: Elements and texts, possibly nested. Texts are escaped.
+        attributes: `class_` is written as `class` and `data_x` as `data-x`. `True` writes the name alone; `None` and
+            `False` omit the attribute.
     """
     words = [name]
     for key, value in attributes.items():
@@ -33,7 +37,7 @@ def tag(name: str, /, *children: str | Iterable[str], **attributes: str | int | 
 
 
 def join(children: Iterable[str | Iterable[str]]) -> Markup:
-    """Elements and texts one after the other."""
+    """Concatenate elements and texts."""
     return Markup("".join(_escaped(child) for child in children))
 
 
@@ -44,14 +48,14 @@ def _escaped(child: str | Iterable[str]) -> str:
 
 
 def raw(name: str, text: str, /, **attributes: str | None) -> Markup:
-    """A style or script element around text of our own, which must not end it."""
+    """Return a style or script element around trusted text, which must not contain the end tag."""
     if f"</{name}" in text.lower():
-        raise ValueError(f"the text ends its own {name} element")
+        raise ValueError(f"the text contains the end tag of its {name} element")
     return Markup(f"{tag(name, **attributes).removesuffix(f'</{name}>')}{text}</{name}>")
 
 
 def embedded_json(value: Any, id_: str) -> Markup:
-    """Data for a script; what could end the element or be markup is written as \\u escapes."""
+    """Return a script element with data; characters that could be markup are written as \\u escapes."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -59,7 +63,7 @@ def embedded_json(value: Any, id_: str) -> Markup:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> Markup:
-    """A table under its title, whose first column names the rows; on a narrow screen it scrolls by itself."""
+    """Return a title and a table that scrolls on a narrow screen; the first column names the rows."""
     head = tag("tr", [tag("th", column, scope="col") for column in columns])
     body = [tag("tr", tag("th", row[0], scope="row"), [tag("td", cell) for cell in row[1:]]) for row in rows]
     content = tag("table", tag("thead", head), tag("tbody", body))

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of studies: verdicts, charts and tables, readable without scripts and network."""
+"""One self-contained HTML page: verdicts, charts and tables, readable without scripts and network."""
 
 from __future__ import annotations
 
@@ -12,33 +12,39 @@ from pathlib import Path
 from equipoise.errors import UserError
 from equipoise.files import write_whole
 from equipoise.report.charts import Chart, charts_of
+from equipoise.report.html_tables import arms_table, claim_item, comparison_table, paper_table, tallies
 from equipoise.report.markup import Markup, embedded_json, join, raw, tag
-from equipoise.report.tables import arms_table, claim_item, comparison_table, paper_table, summary, verdicts_of
-from equipoise.report.words import plural
+from equipoise.report.words import UNTIMED, plural
 from equipoise.studies.metrics import WINDOW
 from equipoise.studies.reading import read_results
 from equipoise.studies.results import Reading, Result, Study
+from equipoise.studies.verdict import judge
 
 
 def write_report(folder: Path, out: Path) -> Reading:
-    """Read a folder of results or a run and write its page; what was read, and what could not be."""
+    """Read a folder of results or of a run, see `read_results`, and write its page to `out`.
+
+    Raises:
+        UserError: If there is nothing to report, or `out` cannot be written.
+    """
     reading = read_results(folder)
     if not reading.studies:
-        others = f" ({plural(len(reading.problems) - 1, 'other line')})" if len(reading.problems) > 1 else ""
+        others = f" (and {plural(len(reading.problems) - 1, 'other problem')})" if len(reading.problems) > 1 else ""
         raise UserError(f"nothing to report: {reading.problems[-1]}{others}")
     page = make_page(reading, folder.resolve().name or "results")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, page.encode("utf-8", "replace"))  # a name may hold half a surrogate pair
+        write_whole(out, page.encode("utf-8", "replace"))  # a name may hold an unpaired surrogate
     except OSError as error:
         raise UserError(f"cannot write the report to {out}: {error.strerror}") from None
     return reading
 
 
 def make_page(reading: Reading, name: str) -> str:
-    """The HTML of what was read."""
+    """Return the HTML of what was read; `name` is the title of a page with several studies."""
     charts = [charts_of(study) for study in reading.studies]
-    style, script = (_own(file) for file in ("report.css", "report.js"))
+    package = resources.files("equipoise.report")
+    style, script = ((package / file).read_text(encoding="utf-8") for file in ("report.css", "report.js"))
     title = reading.studies[0].title if len(reading.studies) == 1 else name.capitalize()
     head = tag(
         "head",
@@ -59,24 +65,16 @@ def make_page(reading: Reading, name: str) -> str:
             _problems(reading.problems),
             _method(),
         ),
-        embedded_json(_data(reading.studies, charts), "data"),
+        embedded_json([{"arms": [*s.results], "charts": charts[i]} for i, s in enumerate(reading.studies)], "data"),
         raw("script", script),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _own(file: str) -> str:
-    return (resources.files("equipoise.report") / file).read_text(encoding="utf-8")
-
-
 def _policy(style: str, script: str) -> str:
-    """Nothing is loaded, and nothing runs but our own style and script."""
+    """Allow nothing but the style and script of the page itself."""
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     return f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'"
-
-
-def _data(studies: Sequence[Study], charts: Sequence[Sequence[Chart]]) -> object:
-    return [{"arms": list(study.results), "charts": list(charts[i])} for i, study in enumerate(studies)]
 
 
 def _masthead(reading: Reading, title: str) -> Markup:
@@ -84,7 +82,7 @@ def _masthead(reading: Reading, title: str) -> Markup:
     runs = sum(len(results) for study in studies for results in study.results.values())
     facts = [plural(len(studies), "study", "studies")] if len(studies) != 1 else []
     facts += [plural(runs, "run")]
-    facts += [f"{plural(len(reading.problems), 'note')} on what is missing or unusable"] if reading.problems else []
+    facts += [f"{plural(len(reading.problems), 'note')} on missing or unusable results"] if reading.problems else []
     facts += _environments([r for study in studies for results in study.results.values() for r in results])
     links = [tag("li", tag("a", study.title, href=f"#study-{i}")) for i, study in enumerate(studies)]
     return tag(
@@ -98,36 +96,31 @@ def _masthead(reading: Reading, title: str) -> Markup:
 
 
 def _environments(results: Sequence[Result]) -> list[str]:
-    """Devices, versions and days, each named once."""
+    """Name each device, version and date once."""
     found: dict[str, None] = {}
     for result in results:
         place = result.environment
         found |= dict.fromkeys(str(place[key]) for key in ("device",) if place.get(key))
         found |= dict.fromkeys(f"{key} {place[key]}" for key in ("torch", "equipoise") if place.get(key))
         if result.epochs and result.epochs[-1].seconds is None:
-            found["seconds left out where runs shared the device or did not tell their start-up apart"] = None
+            found[UNTIMED.lower()] = None
     days = sorted({str(r.environment["date"]) for r in results if r.environment.get("date")})
     return [*found, *([" to ".join(dict.fromkeys((days[0], days[-1])))] if days else [])]
 
 
 def _claims(studies: Sequence[Study]) -> Markup:
-    groups = []
-    verdicts = []
+    groups, verdicts = [], []
     for i, study in enumerate(studies):
-        judged = verdicts_of(study)
-        if not judged:
-            continue
+        judged = [(claim, judge(study, claim)) for claim in study.claims]
         verdicts += [verdict for _, verdict in judged]
         items = tag("ol", [claim_item(claim, verdict) for claim, verdict in judged], class_="claims")
         heading = tag("h3", tag("a", study.title, href=f"#study-{i}")) if len(studies) > 1 else ""
-        groups.append(join([heading, items]))
-    if not groups:
-        return Markup("")
-    return tag("section", tag("h2", "Claims"), summary(verdicts), groups, id="claims")
+        groups += [join([heading, items])] if judged else []
+    return tag("section", tag("h2", "Claims"), tallies(verdicts), groups, id="claims") if groups else Markup("")
 
 
 def _study(index: int, study: Study, charts: Sequence[Chart], alone: bool) -> Markup:
-    """The charts and tables of a study. alone: whether the page is about it only, and bears its title."""
+    """Return the charts and tables of a study. `alone`: whether the page has its title already."""
     figures = [
         tag(
             "figure",
@@ -144,12 +137,14 @@ def _study(index: int, study: Study, charts: Sequence[Chart], alone: bool) -> Ma
         tag("h2", "Curves and tables" if alone else study.title),
         tag("p", study.about, class_="about") if study.about else "",
         tag("p", f"In the paper: {', '.join(study.shows)}", class_="about") if study.shows else "",
-        tag("noscript", tag("p", "The charts need scripts; the tables below hold their numbers.")) if figures else "",
+        tag("noscript", tag("p", "The charts need JavaScript; the tables below hold their numbers."))
+        if figures
+        else "",
         tag("div", figures, class_="charts single" if len(study.results) == 1 else "charts"),
         tag("ul", [tag("li", line) for line in failed], class_="problems") if (failed := _failed(study)) else "",
         comparison_table(study) if len(study.results) > 1 else "",
         arms_table(study),
-        paper_table(study) or "",
+        paper_table(study),
         _settings(study),
         id=f"study-{index}",
         class_="study",
@@ -162,7 +157,7 @@ def _failed(study: Study) -> list[str]:
 
 
 def _settings(study: Study) -> Markup:
-    """The recipe of the first run, and what the other arms have otherwise."""
+    """Return the recipe of the first arm, and the differences of the others."""
     first = [(arm, results[0]) for arm, results in study.results.items() if results]
     if not first:
         return Markup("")
@@ -170,7 +165,7 @@ def _settings(study: Study) -> Markup:
     for i, (arm, result) in enumerate(first):
         own = result.recipe if not i else {k: v for k, v in result.recipe.items() if first[0][1].recipe.get(k) != v}
         texts.append(join([tag("h4", arm), tag("pre", json.dumps(own, indent=1, ensure_ascii=False, default=str))]))
-    summary_line = tag("summary", "Settings: the first arm's recipe, and where the others differ")
+    summary_line = tag("summary", "Settings: the recipe of the first arm, and the differences of the others")
     return tag("details", summary_line, texts)
 
 
@@ -178,23 +173,25 @@ def _problems(problems: Sequence[str]) -> Markup:
     if not problems:
         return Markup("")
     items = tag("ul", [tag("li", line) for line in problems], class_="problems")
-    return tag("section", tag("h2", "What could not be used"), items, id="problems")
+    return tag("section", tag("h2", "Missing and unusable results"), items, id="problems")
 
 
 def _method() -> Markup:
     notes = {
-        "Verdicts": "A claim holds when the difference has the claimed sign in every seed, in part when only in the "
-        "mean over seeds. Seeds are paired; p is that of the two-sided paired t-test, and needs two seeds. "
-        "A reduction is the mean over seeds of what each has saved.",
-        "Numbers": "Mean ± standard deviation over seeds (n − 1). Bands in the charts are the same.",
+        "Verdicts": "A claim holds if the difference has the claimed sign in every seed, and in part if only the "
+        "mean over seeds has it. Seeds are paired. p is that of the two-sided paired t-test and needs two seeds. "
+        "A reduction is the mean over seeds of 1 − better / other.",
+        "Numbers": "Mean ± standard deviation over seeds (n − 1). Bands in the charts show the same.",
         "Gradient evaluations": "(forward + 2·backward + 2·attack) / 3 passes, so that one epoch of SGD counts 1.",
-        "Equal cost": "For each seed, what the cheapest arm spent in all. An arm is scored by a run of its own that "
-        "ends there, to 10 %; where it has none, at the epoch that ends nearest to it (†), at which its learning "
-        "rate may not have fallen yet, and compared only with what is as far in its schedule. Nothing is "
-        "interpolated. Seconds are of training: no evaluation or start-up.",
+        "Equal cost": "For each seed, the total cost of the cheapest arm. An arm is scored by a run that ends within "
+        "10 % of it. If there is none, it is scored at the epoch that ends nearest to it (†), where its learning "
+        "rate may still be high, and compared only with arms that are as far in their schedules. Nothing is "
+        "interpolated. "
+        "Seconds are training time, without evaluation and start-up.",
         "Noise": f"Standard deviation of the accuracy about its linear trend within {WINDOW} consecutive epochs, "
         "averaged over all such windows in which the learning rate does not fall by half or more.",
-        "Three scores": "Plain weights; with BatchNorm statistics estimated anew; with averaged weights.",
+        "Scores": "plain: the weights as trained. BN recalibrated: with BatchNorm statistics recomputed from "
+        "training images. ema: the exponential moving average of the weights, with recomputed statistics.",
     }
     items = [join([tag("dt", name), tag("dd", text)]) for name, text in notes.items()]
-    return tag("section", tag("h2", "How to read this"), tag("dl", items), id="method")
+    return tag("section", tag("h2", "How to read this page"), tag("dl", items), id="method")

@@ -1,17 +1,17 @@
 "use strict";
-/* Draws the charts of the report as SVG from the data in #data. Text from files is only ever set as textContent. */
+/* Draw the charts of the report as SVG from the data in #data. Text from files is set as textContent only. */
 (() => {
   const COLOURS = 8;
   const AXES = [
     {name: "epochs", label: "epoch", at: (value) => `epoch ${figures(value)}`},
     {
       name: "gradient evaluations",
-      label: "gradient evaluations, 1 = an epoch of SGD",
+      label: "gradient evaluations, in epochs of SGD",
       at: (value) => `${figures(value)} epochs of SGD`,
     },
-    {name: "seconds", label: "seconds of training", at: (value) => `${figures(value)} s`},
+    {name: "seconds", label: "training seconds", at: (value) => `${figures(value)} s`},
   ];
-  const MEAN = 3, STD = 4; // places in a point, after one for each axis
+  const MEAN = 3, STD = 4; // indices in a point, after one number per axis
   const WIDE = 620, LETTER = 6.8; // pixels
   let clips = 0;
 
@@ -42,7 +42,7 @@
   const armClass = (arm) => `a${arm % COLOURS}` + (arm >= COLOURS ? " second" : "");
   const pair = (x, y) => `${x.toFixed(1)},${y.toFixed(1)}`;
 
-  /* A name at the left of a row, as much of it as there is room for. */
+  /* Write a name at the left of a row, shortened to the room there is. */
   function rowName(parent, name, right, y) {
     const letters = Math.floor(right / LETTER);
     const short = name.length <= letters ? name : `${name.slice(0, Math.max(1, letters - 1))}…`;
@@ -51,7 +51,7 @@
 
   const roomFor = (names, most) => Math.min(most, 12 + LETTER * Math.max(...names.map((name) => name.length)));
 
-  /* A row of buttons of which one is pressed. */
+  /* Add a row of buttons, one of which is pressed. */
   function chooser(parent, label, names, choose) {
     if (names.length < 2) return;
     const group = element(parent, "div", null, {class: "switch", role: "group", "aria-label": label});
@@ -62,7 +62,7 @@
     }));
   }
 
-  /* The box beside the pointer. */
+  /* Add the box that follows the pointer. */
   function tip(parent) {
     const box = element(parent, "div", null, {class: "tip", hidden: "", "aria-live": "polite"});
     return {
@@ -86,7 +86,7 @@
 
   /* Numbers */
 
-  /* Decimals for three significant digits; none for a whole number. */
+  /* Number of decimals for three significant digits; 0 for a whole number. */
   function decimals(value) {
     return Number.isInteger(value) ? 0 : Math.min(8, Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value)))));
   }
@@ -96,19 +96,19 @@
     return value.toFixed(decimals(value));
   }
 
-  function beside(deviation, digits) {
+  function plusMinus(deviation, digits) {
     const text = deviation ? deviation.toFixed(digits) : "0";
     return Number(text) ? ` ± ${text}` : "";
   }
 
   const FORMS = {
-    percent: (value, deviation) => `${(100 * value).toFixed(2)}${beside(deviation && 100 * deviation, 2)} %`,
+    percent: (value, deviation) => `${(100 * value).toFixed(2)}${plusMinus(deviation && 100 * deviation, 2)} %`,
     points: (value, deviation) =>
-      `${value < 0 ? "-" : "+"}${Math.abs(100 * value).toFixed(2)}${beside(deviation && 100 * deviation, 2)}`,
-    number: (value, deviation) => figures(value) + beside(deviation, decimals(value)),
+      `${value < 0 ? "-" : "+"}${Math.abs(100 * value).toFixed(2)}${plusMinus(deviation && 100 * deviation, 2)}`,
+    number: (value, deviation) => figures(value) + plusMinus(deviation, decimals(value)),
   };
 
-  /* Round numbers between two, about so many, at least so far apart. */
+  /* Round numbers between low and high: about `count` of them, at least `least` apart. */
   function ticks(low, high, count, least) {
     const rough = Math.max((high - low || 1) / count, least || 0);
     const power = 10 ** Math.floor(Math.log10(rough));
@@ -118,52 +118,52 @@
     return {found, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9))};
   }
 
-  const nearest = (items, value, place) =>
-    items.reduce((best, item) => (Math.abs(place(item) - value) < Math.abs(place(best) - value) ? item : best));
+  const nearest = (items, value, position) =>
+    items.reduce((best, item) => (Math.abs(position(item) - value) < Math.abs(position(best) - value) ? item : best));
 
   /* Lines with bands over seeds */
 
-  function lines(chart, allArms, place) {
+  function lines(chart, allArms, container) {
     const arms = allArms.map((arm, i) => chart.names?.[i] ?? arm);
     const state = {axis: 0, view: 0, close: false, hidden: new Set(), near: null};
-    lineControls(chart, place, state, redraw);
-    lineLegend(chart, arms, place, state, redraw);
+    lineControls(chart, container, state, redraw);
+    lineLegend(chart, arms, container, state, redraw);
 
     function redraw() {
-      place.replaceChildren();
+      container.replaceChildren();
       state.near = null;
       const view = chart.views[state.view];
       const series = view.series
         .filter((s) => !state.hidden.has(s.arm))
         .map((s) => ({arm: s.arm, points: s.points.filter((p) => p[state.axis] !== null)}))
         .filter((s) => s.points.length);
-      const frame = frameOf(place.clientWidth, series, state, chart.form);
+      const frame = frameOf(container.clientWidth, series, state, chart.form);
       const label = `${chart.title}, ${view.label}: ${series.map((s) => arms[s.arm]).join(", ")}`;
-      const svg = canvas(place, frame.width, frame.height, label);
+      const svg = canvas(container, frame.width, frame.height, label);
       drawAxes(svg, frame, chart.form, state.axis);
       if (!series.length) return;
       const inside = clipped(svg, frame);
       series.forEach((s) => drawBand(inside, s, frame, state.axis));
       series.forEach((s) => drawCurve(inside, s, frame, state.axis));
-      follow(svg, place, series, frame, state, chart.form, arms);
+      follow(svg, container, series, frame, state, chart.form, arms);
     }
     return redraw;
   }
 
-  function lineControls(chart, place, state, redraw) {
+  function lineControls(chart, container, state, redraw) {
     const controls = element(null, "div", null, {class: "controls"});
     const points = chart.views.flatMap((view) => view.series.flatMap((s) => s.points));
     const axes = AXES.map((_, i) => i).filter((i) => points.some((p) => p[i] !== null));
     const choose = (key, values) => (i) => { state[key] = values[i]; redraw(); };
     chooser(controls, "Axis", axes.map((i) => AXES[i].name), choose("axis", axes));
     chooser(controls, "Curve", chart.views.map((view) => view.label), choose("view", [...chart.views.keys()]));
-    if (chart.form === "percent") chooser(controls, "Range", ["whole", "close-up"], choose("close", [false, true]));
-    if (controls.children.length) place.before(controls);
+    if (chart.form === "percent") chooser(controls, "Range", ["all", "second half"], choose("close", [false, true]));
+    if (controls.children.length) container.before(controls);
   }
 
-  function lineLegend(chart, arms, place, state, redraw) {
+  function lineLegend(chart, arms, container, state, redraw) {
     const legend = element(null, "div", null, {class: "legend"});
-    place.after(legend);
+    container.after(legend);
     const present = new Set(chart.views.flatMap((view) => view.series.map((s) => s.arm)));
     for (const arm of [...present].sort((a, b) => a - b)) {
       const button = element(legend, "button", null, {type: "button", "aria-pressed": true});
@@ -179,7 +179,7 @@
     }
   }
 
-  /* Where things are: the edges of the drawing, and the scales of both axes. */
+  /* The edges of the drawing and the scales of both axes. */
   function frameOf(width, series, state, form) {
     const frame = {width, left: 40, right: width - 8, top: 8, height: width > WIDE ? 340 : 230, start: 0, end: 1};
     frame.bottom = frame.height - 30;
@@ -188,7 +188,7 @@
     if (points.length) {
       const along = points.map((p) => p[state.axis]);
       frame.end = Math.max(...along, 1e-9);
-      if (state.axis === 0) frame.start = Math.min(...along, frame.end - 1); // epochs are counted from 1
+      if (state.axis === 0) frame.start = Math.min(...along, frame.end - 1); // epochs count from 1
       if (state.close) frame.start = frame.end / 2;
       const seen = points.filter((p) => p[state.axis] >= frame.start);
       low = Math.min(...seen.map((p) => p[MEAN] - (p[STD] || 0)));
@@ -239,19 +239,19 @@
   }
 
   function drawCurve(parent, series, frame, axis) {
-    const places = series.points.map((p) => [frame.x(p[axis]), frame.y(p[MEAN])]);
-    const way = `M${places.map(([x, y]) => pair(x, y)).join("L")}`;
-    if (places.length === 1) dot(parent, series.arm, ...places[0]);
-    else shape(parent, "path", {class: `line ${armClass(series.arm)}`, d: way});
+    const points = series.points.map((p) => [frame.x(p[axis]), frame.y(p[MEAN])]);
+    const path = `M${points.map(([x, y]) => pair(x, y)).join("L")}`;
+    if (points.length === 1) dot(parent, series.arm, ...points[0]);
+    else shape(parent, "path", {class: `line ${armClass(series.arm)}`, d: path});
   }
 
-  /* A guide that follows the pointer, or the arrow keys. */
-  function follow(svg, place, series, frame, state, form, arms) {
+  /* Show a guide that follows the pointer or the arrow keys. */
+  function follow(svg, container, series, frame, state, form, arms) {
     const axis = state.axis, along = (point) => point[axis];
     const all = series.flatMap((s) => s.points.map(along)).filter((x) => x >= frame.start);
     const stops = [...new Set(all)].sort((a, b) => a - b);
     const layer = shape(svg, "g", {});
-    const box = tip(place);
+    const box = tip(container);
     const hide = () => { layer.replaceChildren(); box.hide(); state.near = null; };
 
     function show(value) {
@@ -261,7 +261,7 @@
       const rows = [];
       for (const s of series) {
         const point = nearest(s.points, value, along);
-        const over = value > along(s.points[s.points.length - 1]) * 1.001; // this arm has ended before
+        const over = value > along(s.points[s.points.length - 1]) * 1.001; // the arm ended earlier
         if (over || Math.abs(along(point) - value) > frame.end / 8) continue;
         if (point[MEAN] >= frame.low) dot(layer, s.arm, frame.x(along(point)), frame.y(point[MEAN]));
         rows.push([s.arm, arms[s.arm], FORMS[form](point[MEAN], point[STD]), point[MEAN]]);
@@ -287,20 +287,20 @@
     });
   }
 
-  /* Bars: one row an arm */
+  /* Bars: one row per arm */
 
-  function bars(chart, arms, place) {
+  function bars(chart, arms, container) {
     return () => {
-      place.replaceChildren();
-      chart.groups.forEach((group) => drawBars(group, arms, place));
+      container.replaceChildren();
+      chart.groups.forEach((group) => drawBars(group, arms, container));
     };
   }
 
-  function drawBars(group, arms, place) {
-    const width = place.clientWidth, row = 20, top = 24;
+  function drawBars(group, arms, container) {
+    const width = container.clientWidth, row = 20, top = 24;
     const room = roomFor(arms, width * 0.36);
     const label = group.rows.map(([arm, mean]) => `${arms[arm]} ${figures(mean)}`).join(", ");
-    const svg = canvas(place, width, top + row * group.rows.length + 8, `${group.label}: ${label}`);
+    const svg = canvas(container, width, top + row * group.rows.length + 8, `${group.label}: ${label}`);
     write(svg, group.label, 0, 14);
     const most = Math.max(...group.rows.map(([, mean, std]) => mean + (std || 0)), 1e-12);
     const length = (value) => (Math.max(0, value) / most) * (width - room - 92);
@@ -315,30 +315,30 @@
     });
   }
 
-  /* Dots: one row a layer, density on a logarithmic axis */
+  /* Dots: one row per layer, density on a logarithmic axis */
 
-  function dots(chart, arms, place) {
+  function dots(chart, arms, container) {
     const nameOf = (s) => (chart.series.length === 1 ? "all arms" : s.arms.map((arm) => arms[arm]).join(", "));
     const legend = element(null, "div", null, {class: "legend"});
-    place.after(legend);
+    container.after(legend);
     for (const s of chart.series) {
       const item = element(legend, "span");
       element(item, "i", null, {class: `key round ${armClass(s.arms[0])}`});
       element(item, "span", nameOf(s));
     }
     return () => {
-      place.replaceChildren();
-      drawDots(chart, place, nameOf);
+      container.replaceChildren();
+      drawDots(chart, container, nameOf);
     };
   }
 
-  function drawDots(chart, place, nameOf) {
-    const width = place.clientWidth, row = 18, right = width - 14, bottom = row * chart.layers.length + 6;
+  function drawDots(chart, container, nameOf) {
+    const width = container.clientWidth, row = 18, right = width - 14, bottom = row * chart.layers.length + 6;
     const room = roomFor(chart.layers.map(([name]) => name), width * 0.45);
     const known = chart.series.flatMap((s) => s.densities).filter((density) => density > 0);
-    const least = Math.floor(Math.log10(Math.min(...known, 0.5)) + 1e-9); // the power of ten at the left
+    const least = Math.floor(Math.log10(Math.min(...known, 0.5)) + 1e-9); // exponent of the left end
     const x = (density) => room + (1 - Math.log10(Math.max(density, 10 ** least)) / least) * (right - room);
-    const svg = canvas(place, width, bottom + 22, `${chart.title}, ${chart.layers.length} layers`);
+    const svg = canvas(container, width, bottom + 22, `${chart.title}, ${chart.layers.length} layers`);
     for (let power = least; power <= 0; power++) {
       const at = x(10 ** power);
       stroke(svg, "grid", at, 0, at, bottom);
@@ -351,7 +351,7 @@
       const present = chart.series.filter((s) => s.densities[i] !== null);
       present.forEach((s) => dot(svg, s.arms[0], x(s.densities[i]), y));
     });
-    const box = tip(place);
+    const box = tip(container);
     svg.addEventListener("pointerleave", box.hide);
     svg.addEventListener("pointermove", (event) => {
       const edge = svg.getBoundingClientRect();
@@ -365,12 +365,12 @@
     });
   }
 
-  /* The look: as the system has it, until the button says otherwise. */
+  /* Dark or light: as the system is set, until the button is pressed. */
   function theme() {
     const root = document.documentElement, button = document.getElementById("theme");
-    const kept = { // a page from a file may have no storage
+    const kept = { // a page opened from a file may have no storage
       get() { try { return localStorage.getItem("equipoise-theme"); } catch { return null; } },
-      set(value) { try { localStorage.setItem("equipoise-theme", value); } catch { /* for this visit only */ } },
+      set(value) { try { localStorage.setItem("equipoise-theme", value); } catch { /* lasts for this visit only */ } },
     };
     const system = () => (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
     const other = () => ((root.dataset.theme || system()) === "dark" ? "light" : "dark");
@@ -390,15 +390,15 @@
   theme();
   for (const figure of document.querySelectorAll("figure.chart")) {
     const study = studies[figure.dataset.study], chart = study.charts[figure.dataset.chart];
-    const place = figure.querySelector(".drawing");
-    const redraw = KINDS[chart.kind](chart, study.arms, place);
-    let width = place.clientWidth;
+    const container = figure.querySelector(".drawing");
+    const redraw = KINDS[chart.kind](chart, study.arms, container);
+    let width = container.clientWidth;
     redraw();
     new ResizeObserver(() => {
-      if (place.clientWidth !== width) {
-        width = place.clientWidth;
+      if (container.clientWidth !== width) {
+        width = container.clientWidth;
         redraw();
       }
-    }).observe(place);
+    }).observe(container);
   }
 })();

@@ -1,37 +1,39 @@
-"""The page that sets results beside the paper: every table and figure, its claims, the numbers, a verdict."""
+"""The reproduction page: every table and figure of the paper, its claims, our numbers, and a verdict, as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from equipoise.config import build, parse_yaml
 from equipoise.errors import UserError
 from equipoise.files import write_whole
-from equipoise.studies.compare import Spread, spread, values_of
-from equipoise.studies.design import Design, read_design, same_recipe
-from equipoise.studies.metrics import SHARES
+from equipoise.report.words import UNTIMED
+from equipoise.scores import SCORES
+from equipoise.studies.compare import Spread, spread, spread_of
+from equipoise.studies.design import Design, read_design
+from equipoise.studies.metrics import IN_PERCENT
 from equipoise.studies.reading import read_results
-from equipoise.studies.results import Claim, PaperValue, Result, Study
-from equipoise.studies.verdict import LEVEL, Verdict, judge, surely
+from equipoise.studies.recipe_match import same_recipe
+from equipoise.studies.results import Claim, PaperValue, Question, Result, Study
+from equipoise.studies.verdict import LEVEL, Verdict, count_significant, judge
 
-CONTROL = "Control"  # how claims begin that are not the paper's but tests of its fairness
-UNTIMED = "Seconds are left out where runs shared the device or did not tell their start-up apart"
+CONTROL = "Control"  # the first word of claims that are ours, not the paper's
 HEAD = """# Reproduction
 
-Written by `equipoise study --reproduction FILE` from the files under `results/`; not edited by hand.
+Written by `equipoise study --reproduction FILE` from the files under `results/`; do not edit it by hand.
 
-For every table and figure of the paper: what it claims, the study that checks it, and what came of it. *Holds*: every
-seed agrees with every claim that was run, and half of them at least were run. *Holds in part*: some claims hold, or
-only in the mean over seeds, or few were run. *Not run*: no result is there. Claims that begin with "Control" are
-not the paper's: they ask whether the gain is due to something simpler, and do not count in the verdicts of the first
-table, which says how many of them hold. A claim that holds in every seed may do so by chance, with two seeds in one
-of four cases: p is that of the paired t-test. Our numbers are mean ± standard deviation (seeds). The final accuracy
-is *maintained* where it is lower by 0.2 points at most, the largest loss for which the paper uses the word (73.6 and
-73.4 % in its Table 3, 73.1 and 72.9 % in Table 7).
+The first table lists every table and figure of the paper with its claim, the studies that test it, and a verdict.
+*Holds*: every seed agrees with every claim that was run, and at least half of the claims were run. *Holds in part*:
+only some claims hold, or a claim holds only in the mean over seeds, or fewer than half were run. *Not run*: there is
+no result. Claims that begin with "Control" are ours, not the paper's: they ask whether something simpler explains the
+gain. They do not count in the verdicts of the first table, which gives the number of controls that hold. If two arms
+do not differ, a claim about them still holds in both of two seeds in one case of four; p is that of the paired
+t-test. Our numbers are mean ± standard deviation (number of seeds). The final accuracy is *maintained* if it is lower
+by at most 0.2 points, the largest loss for which the paper uses the word (73.6 and 73.4 % in its Table 3, 73.1 and
+72.9 % in its Table 7).
 """
 
 
@@ -39,7 +41,13 @@ is *maintained* where it is lower by 0.2 points at most, the largest loss for wh
 class Item:
     """A table or figure of the paper.
 
-    only: words (a|b) of which its claims have one. why: why it was not run. remark: to be read with the verdict.
+    Attributes:
+        item: Its name.
+        claims: What it claims.
+        studies: The studies that test it.
+        only: The claims of these studies that count contain one of these phrases, separated by `|`.
+        why: Why it was not run or cannot be judged.
+        remark: To be read with the verdict.
     """
 
     item: str
@@ -49,33 +57,41 @@ class Item:
     why: str = ""
     remark: str = ""
 
+    def selects(self, claim: Claim) -> bool:
+        """Whether a claim contains one of the phrases in `only`."""
+        return any(phrase in claim.says for phrase in self.only.split("|"))
+
 
 def write_page(results: Path, page: Path) -> list[str]:
-    """Read the results there are and write the whole page anew. What could not be used, a line each."""
+    """Write the page from the folder of all results, and return a line for each file that could not be used."""
     reading = read_results(results)
-    problems = [line for line in reading.problems if "no finished seed of" not in line]  # which the page says
+    problems = [line for line in reading.problems if "no finished seed of" not in line]  # the page says so
     found: dict[str, Study] = {}
     for study in reading.studies:
         if study.name in found:
-            raise UserError(f"{results} holds the study {study.name} twice; leave one of the folders")
+            raise UserError(f"{results} holds the study {study.name} twice; remove one of the folders")
         found[study.name] = study
     items = paper_items()
     names = dict.fromkeys(name for item in items for name in item.studies)
     studies = {name: with_results(read_design(name), found.get(name), problems) for name in names}
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(page, ("\n".join(page_lines(items, studies)) + "\n").encode())
+    write_whole(page, ("\n".join(_page_lines(items, studies)) + "\n").encode())
     return problems
 
 
 def paper_items() -> list[Item]:
+    """Return the tables and figures of the paper."""
     text = (resources.files("equipoise.report") / "paper.yaml").read_text(encoding="utf-8")
     return [build(Item, entry, f"paper.yaml[{i}]") for i, entry in enumerate(parse_yaml(text, "paper.yaml"))]
 
 
 def with_results(design: Design, found: Study | None, problems: list[str]) -> Study:
-    """A study with the claims and numbers of its file as it is now, and what was found of its arms."""
+    """Return a study with the claims of its file as it is now, and those results that are of its recipes.
 
-    def of_its_recipe(results: Sequence[Result]) -> tuple[Result, ...]:
+    Each result of another recipe adds a line to `problems`.
+    """
+
+    def matching(results: Iterable[Result]) -> tuple[Result, ...]:
         kept = []
         for result in results:
             if not result.recipe or same_recipe(design.raw(result.arm, result.seed), result.recipe):
@@ -84,51 +100,51 @@ def with_results(design: Design, found: Study | None, problems: list[str]) -> St
                 problems.append(f"{design.name}, {result.arm}, seed {result.seed}: left out: of another recipe")
         return tuple(kept)
 
-    own = found or Study(design.name, "", "", {})
-    results = {arm: of_its_recipe(own.results.get(arm, ())) for arm in design.every_arm}
-    lost = {arm: of_its_recipe(own.diverged.get(arm, ())) for arm in design.every_arm}
-    diverged = {arm: of for arm, of in lost.items() if of}
+    read = found or Study(design.name, "", "", {})
+    results = {arm: matching(read.results.get(arm, ())) for arm in design.every_arm}
+    diverged = {arm: lost for arm in design.every_arm if (lost := matching(read.diverged.get(arm, ())))}
     asked = (tuple(design.claims), tuple(design.paper))
     budgets = design.asked()["budgets"]
     return Study(design.name, design.title, design.about, results, *asked, diverged=diverged, budgets=budgets)
 
 
-def page_lines(items: Sequence[Item], studies: dict[str, Study]) -> Iterator[str]:
+def _page_lines(items: Sequence[Item], studies: Mapping[str, Study]) -> Iterator[str]:
     yield HEAD
-    rows = [[i.item, i.claims, ", ".join(_link(name) for name in i.studies), summary(i, studies)] for i in items]
-    yield from table(["", "claims", "studies", "verdict"], rows)
-    for study in studies.values():
-        yield from section(study)
-
-
-def summary(item: Item, studies: dict[str, Study]) -> str:
-    """The verdict on a table or figure: over all claims about it that could be judged."""
-    verdicts = [
-        judge(studies[name], claim) for name in item.studies for claim in studies[name].claims if _about(item, claim)
+    rows = [
+        [i.item, i.claims, ", ".join(f"[{name}](#{name})" for name in i.studies), summary(i, studies)] for i in items
     ]
+    yield from _table(["", "claims", "studies", "verdict"], rows)
+    for study in studies.values():
+        yield from _section(study)
+
+
+def summary(item: Item, studies: Mapping[str, Study]) -> str:
+    """Return the verdict on a table or figure, over all claims about it that could be judged."""
+    asked = [(studies[name], claim) for name in item.studies for claim in studies[name].claims]
+    verdicts = [judge(s, claim) for s, claim in asked if item.selects(claim) and not claim.says.startswith(CONTROL)]
     judged = [verdict for verdict in verdicts if verdict.word != "not run"]
     if not verdicts and any(_ran(studies[name]) for name in item.studies):
-        return f"no claim to judge{_because(item)}"
+        return f"no claim to judge{f': {item.why}' if item.why else ''}"
     if not judged:
-        return f"not run{_why_not(item)}"
+        return f"not run: {item.why or 'it needs hours on a GPU; the study can be run'}"
     words = [verdict.word for verdict in judged]
     holding = words.count("holds")
-    # a claim or two of many that were not run is a part
+    # if most claims were not run, those that hold are only a part
     word = "holds" if holding == len(words) and 2 * len(judged) >= len(verdicts) else "holds in part"
     if not holding and "holds in part" not in words:
         word = "does not hold"
     seeds = ", one seed" if all(verdict.seeds == 1 for verdict in judged) else ""
-    seeds = seeds or (f", {surely(judged) or 'none'} with p < {LEVEL}" if holding else "")
+    seeds = seeds or (f", {count_significant(judged) or 'none'} with p < {LEVEL}" if holding else "")
     left = f", {len(verdicts) - len(judged)} not run" if len(judged) < len(verdicts) else ""
     remark = f"; {item.remark}" if item.remark else ""
-    return f"**{word}** ({holding} of {len(judged)} claims hold{seeds}{left}){_controls(item, studies)}{remark}"
+    return f"**{word}** ({holding} of {len(judged)} claims hold{seeds}{left}){_controls(item, asked)}{remark}"
 
 
-def _controls(item: Item, studies: dict[str, Study]) -> str:
-    """How many of the controls in its studies hold, of those with its words if there are any."""
-    asked = [(studies[name], c) for name in item.studies for c in studies[name].claims if c.says.startswith(CONTROL)]
-    own = [pair for pair in asked if item.only and any(word in pair[1].says for word in item.only.split("|"))]
-    words = [word for study, claim in own or asked if (word := judge(study, claim).word) != "not run"]
+def _controls(item: Item, asked: Sequence[tuple[Study, Claim]]) -> str:
+    """Count the controls that hold: those that the item selects, or all of its studies if it selects none."""
+    controls = [(study, claim) for study, claim in asked if claim.says.startswith(CONTROL)]
+    selected = [(study, claim) for study, claim in controls if item.only and item.selects(claim)]
+    words = [word for study, claim in selected or controls if (word := judge(study, claim).word) != "not run"]
     return f", {words.count('holds')} of {len(words)} controls" if words else ""
 
 
@@ -136,69 +152,47 @@ def _ran(study: Study) -> bool:
     return any(study.results.values()) or bool(study.diverged)
 
 
-def _about(item: Item, claim: Claim) -> bool:
-    return any(word in claim.says for word in item.only.split("|")) and not claim.says.startswith(CONTROL)
-
-
-def _because(item: Item) -> str:
-    return f": {item.why}" if item.why else ""
-
-
-def _why_not(item: Item) -> str:
-    return _because(item) or ": hours of a GPU that were not spent; the study is there to run"
-
-
-def _link(name: str) -> str:
-    return f"[{name}](#{name})"
-
-
 # One study
 
 
-def section(study: Study) -> Iterator[str]:
-    """What a study is about, on what it was run, its claims and its numbers beside the paper's."""
+def _section(study: Study) -> Iterator[str]:
+    """Yield what a study is about, where it ran, its claims, and its numbers next to the paper's."""
     yield f"\n## {study.name}\n\n{study.title}. {study.about}\n\n{_provenance(study)}"
     if _ran(study):
         if study.claims:
-            verdicts = [(claim, judge(study, claim)) for claim in study.claims]
-            rows = [_claim_row(claim, verdict) for claim, verdict in verdicts]
-            yield ""
-            yield from table(["claim", "said to be better", "than", "p", "verdict"], rows)
-        yield ""
-        yield from table(["arm", "seeds", "plain", "BatchNorm re-estimated", "ema", "seconds"], _arm_rows(study))
+            rows = [_claim_row(claim, judge(study, claim)) for claim in study.claims]
+            yield from ["", *_table(["claim", "said to be better", "than", "p", "verdict"], rows)]
+        yield from ["", *_table(["arm", "seeds", *SCORES.values(), "seconds"], _arm_rows(study))]
     if study.paper:
         rows = [_paper_row(study, value) for value in study.paper]
         fold = [] if _ran(study) else ["", "<details><summary>The paper's numbers</summary>"]
-        yield from [*fold, "", *table(["arm", "number", "paper", "ours"], rows)]
+        yield from [*fold, "", *_table(["arm", "number", "paper", "ours"], rows)]
         yield from ["", "</details>"] if fold else []
 
 
-def _commit(told: str) -> str:
-    name, _, changes = told.partition("+")
-    return f"commit {name[:10]}" + (" with changes" if changes else "")
-
-
 def _provenance(study: Study) -> str:
-    """On what it ran, and what of it did not."""
-    seen = {
-        f"{e.get('device')}, torch {e.get('torch')}, {e.get('date')}, {_commit(str(e.get('commit')))}"
-        for results in (*study.results.values(), *study.diverged.values())
-        for e in (result.environment for result in results)
-    }
-    if not seen:
+    """Say on what a study ran, and which arms did not run, diverged or learned nothing."""
+    runs = [run for results in (*study.results.values(), *study.diverged.values()) for run in results]
+    if not runs:
         return f"Not run: `equipoise study {study.name}`."
-    ran = {*study.diverged, *(arm for arm, results in study.results.items() if results)}
-    missing = [arm for arm in study.results if arm not in ran and arm not in study.budgets]
-    diverged = [f"{arm}, seed {r.seed}: {r.diverged}" for arm, lost in study.diverged.items() for r in lost]
-    stuck = [f"{result.arm}, seed {result.seed}" for result in study.stuck]
-    untimed = any(result.epochs[-1].seconds is None for results in study.results.values() for result in results)
+    missing = [a for a, found in study.results.items() if not found and a not in {*study.diverged, *study.budgets}]
+    diverged = [f"{arm}, seed {run.seed}: {run.diverged}" for arm, lost in study.diverged.items() for run in lost]
+    stuck = [f"{run.arm}, seed {run.seed}" for run in study.stuck]
+    untimed = any(run.epochs[-1].seconds is None for run in runs if not run.diverged)
     return (
-        f"Run on {'; '.join(sorted(seen))}."
+        f"Run on {'; '.join(sorted({_environment(run) for run in runs}))}."
         + (f" {UNTIMED}." if untimed else "")
         + (f" Not run: {', '.join(missing)}." if missing else "")
         + (f" Diverged: {'; '.join(diverged)}." if diverged else "")
         + (f" Learned nothing: {'; '.join(stuck)}." if stuck else "")
     )
+
+
+def _environment(run: Result) -> str:
+    found = run.environment
+    commit, _, changes = str(found.get("commit")).partition("+")
+    code = f"commit {commit[:10]}" + (" with changes" if changes else "")
+    return f"{found.get('device')}, torch {found.get('torch')}, {found.get('date')}, {code}"
 
 
 def _claim_row(claim: Claim, verdict: Verdict) -> list[str]:
@@ -208,34 +202,29 @@ def _claim_row(claim: Claim, verdict: Verdict) -> list[str]:
 
 
 def _arm_rows(study: Study) -> Iterator[list[str]]:
-    """The last epoch of every arm, scored three ways, and the seconds of training."""
+    """Yield the scores of the last epoch of every arm, and its training time."""
     for arm, results in study.results.items():
-        lost = [str(result.seed) for result in study.diverged.get(arm, ())]
-        if lost:
+        if lost := [str(result.seed) for result in study.diverged.get(arm, ())]:
             yield [arm, ", ".join(lost), "diverged", "", "", ""]
-        if not results:
-            continue
-        ways = [
-            spread([*values_of(results, "accuracy", score=w).values()]) for w in ("plain", "bn_recalibrated", "ema")
-        ]
-        seconds = spread([s for result in results if (s := result.epochs[-1].seconds) is not None])
-        time = "" if seconds is None else f"{seconds.mean:.0f} ({seconds.count})"
-        yield [arm, ", ".join(str(r.seed) for r in results), *(shown(score, "accuracy") for score in ways), time]
+        if results:
+            scores = [shown(spread_of(results, Question(score=score)), "accuracy") for score in SCORES]
+            seconds = spread([s for result in results if (s := result.epochs[-1].seconds) is not None])
+            time = "" if seconds is None else f"{seconds.mean:.0f} ({seconds.count})"
+            yield [arm, ", ".join(str(r.seed) for r in results), *scores, time]
 
 
 def _paper_row(study: Study, value: PaperValue) -> list[str]:
-    found = values_of(study.results[value.arm], value.what, value.at, value.score, value.threshold)
-    name = value.what if value.at is None else f"{value.what}, epoch {value.at}"
-    paper = shown(Spread(value.value, None, 1), value.what, count=False)
-    nothing = "diverged" if value.arm in study.diverged else "not run"
-    return [value.arm, name, paper, shown(spread([*found.values()]), value.what) or nothing]
+    name = value.metric if value.at is None else f"{value.metric}, epoch {value.at}"
+    paper = shown(Spread(value.value, None, 1), value.metric, count=False)
+    ours = shown(spread_of(study.results[value.arm], value), value.metric)
+    return [value.arm, name, paper, ours or ("diverged" if value.arm in study.diverged else "not run")]
 
 
 def shown(found: Spread | None, metric: str, count: bool = True) -> str:
-    """A number with its deviation over seeds; shares in percent, others as they are."""
+    """Format a number with its deviation and the number of seeds: `62.0 ± 2.8 % (2)`."""
     if found is None:
         return ""
-    scale, unit = (100, " %") if metric in SHARES or metric == "stability" else (1, "")
+    scale, unit = (100, " %") if metric in IN_PERCENT else (1, "")
 
     def digits(value: float) -> str:
         return f"{scale * value:.1f}" if unit and metric != "stability" else f"{scale * value:.{3 if unit else 4}g}"
@@ -247,7 +236,6 @@ def shown(found: Spread | None, metric: str, count: bool = True) -> str:
     return text + (f" ({found.count})" if count else "")
 
 
-def table(columns: Sequence[str], rows: Any) -> Iterator[str]:
-    """A table in Markdown."""
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     for row in [columns, ["---"] * len(columns), *rows]:
-        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"

@@ -1,48 +1,44 @@
-"""Numbers of the report as people write them."""
+"""Numbers and phrases of the report."""
 
 from __future__ import annotations
 
 import math
 
 from equipoise.studies.compare import Spread
+from equipoise.studies.metrics import IN_PERCENT
 
 UNKNOWN = "–"
-SHARES = frozenset({"accuracy", "mean-accuracy", "test", "clean", "robust", "stability"})  # shown in percent
-SCORES = {"plain": "plain", "bn_recalibrated": "fresh BatchNorm", "ema": "ema"}
+UNTIMED = "Seconds are omitted for runs that shared the device or did not record their start-up separately"
 
 
 def value_of(metric: str, found: Spread | None, unit: bool = True) -> str:
-    """`81.04 ± 0.12 %`, `11.5 ± 0.71`, `never`, or a dash. unit: whether to say that it is in percent."""
+    """Format a value with its deviation: `81.04 ± 0.12 %`, `11.5 ± 0.71`, `never`, or a dash if unknown."""
     if found is None:
         return UNKNOWN
     if not math.isfinite(found.mean):
         return "never"
-    share = metric in SHARES
+    share = metric in IN_PERCENT
     scale = 100 if share else 1
-    digits = 2 if share else decimals(found.mean)
-    text = number(scale * found.mean, digits)
-    deviation = (
-        "" if found.std is None else number(scale * found.std, 2 if share else max(0, decimals(found.std) - 1))
-    )
-    if deviation and (share or found.std):  # costs that are the same in every seed need none
-        text += f" ± {deviation}"
+    text = number(scale * found.mean, 2 if share else decimals(found.mean))
+    if found.std is not None and (share or found.std):  # a cost without deviation needs none
+        text += f" ± {number(scale * found.std, 2 if share else max(0, decimals(found.std) - 1))}"
     text = f"{text} %" if share and unit else text
     return f"{text}, never in {found.never} of {found.count}" if found.never else text
 
 
 def gain_of(metric: str, found: Spread | None, unit: bool = True) -> str:
-    """The difference as `+0.35 points`, where positive is what was claimed."""
+    """Format a difference with its sign: `+0.35 points`."""
     if found is None or found.never or not math.isfinite(found.mean):
         return UNKNOWN
-    share = metric in SHARES
+    share = metric in IN_PERCENT
     text = f"{100 * found.mean:+.2f}" if share else f"{found.mean:+.{decimals(found.mean)}f}"
-    text = text if float(text) else text[1:]  # no sign where nothing is left of it
+    text = text if float(text) else text[1:]  # zero has no sign
     words = " points" if share else " epochs" if metric == "epochs-to" else ""
     return text.replace("-", "−") + (words if unit else "")
 
 
 def number(value: float | None, digits: int | None = None) -> str:
-    """With so many decimals, or with as many as make three significant digits."""
+    """Format a number with this many decimals; `None` for as many as make three significant digits."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     if value and not 1e-5 < abs(value) < 1e7 and digits != 2:
@@ -51,18 +47,17 @@ def number(value: float | None, digits: int | None = None) -> str:
 
 
 def decimals(value: float) -> int:
-    """After the point, for three significant digits; none for a whole number."""
+    """Return the number of decimals for three significant digits; 0 for a whole number."""
     if value == round(value) or not math.isfinite(value):
         return 0
     return min(8, max(0, 2 - math.floor(math.log10(abs(value)))))
 
 
-def chance(p: float | None) -> str:
-    """The p of a test."""
-    if p is None:
-        return UNKNOWN
+def p_value(p: float) -> str:
+    """Format the p of a test."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
 def plural(count: int, word: str, many: str = "") -> str:
+    """Format a count with its noun: `1 seed`, `2 seeds`."""
     return f"{count} {word if count == 1 else many or word + 's'}"

@@ -1,1 +1,1 @@
-"""Recipes, comparisons of arms, tables, figures and the report."""
+"""Studies: arms x seeds of one recipe, their results, and verdicts on claims about them."""

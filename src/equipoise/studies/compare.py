@@ -1,4 +1,4 @@
-"""Comparing arms fairly: at equal epochs, equal gradient evaluations and equal time, seed by seed."""
+"""Compare arms at equal epochs, equal gradient evaluations and equal time, seed by seed."""
 
 from __future__ import annotations
 
@@ -10,53 +10,57 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from equipoise.studies.metrics import METRICS
-from equipoise.studies.results import Epoch, Result, Study
+from equipoise.studies.results import Epoch, Question, Result, Study
 
 Axis = Literal["epochs", "evaluations", "seconds"]
 AXES: tuple[Axis, ...] = ("epochs", "evaluations", "seconds")
-CLOSE = 0.1  # of a cost that counts as equal: clocks differ by as much from run to run
+TOLERANCE = 0.1  # relative; costs that differ by less count as equal, because clocks differ as much between runs
 
 
-# What a run has cost
+# Cost
 
 
 def gradient_evaluations(passes: Mapping[str, float]) -> float:
-    """Passes in units of a plain one over a batch: (forward + 2·backward + 2·attack) / 3.
+    """Convert passes to plain passes over a batch: (forward + 2·backward + 2·attack) / 3.
 
-    A backward pass to the weights counts as two forward ones; an attack's pass, forward and then backward to the
-    images alone, as two.
+    A backward pass to the weights costs two forward passes. An attack step, forward and then backward to the images
+    alone, costs two as well.
     """
     forward, backward, attack = (passes.get(kind, 0.0) for kind in ("forward", "backward", "attack"))
     return (forward + 2 * backward + 2 * attack) / 3
 
 
 def position(epoch: Epoch, axis: Axis) -> float | None:
-    """Where an epoch's end stands on an axis, or None where it is not known.
+    """Return the position of an epoch's end on an axis; `None` if unknown.
 
-    evaluations: plain passes over the training images, so that one epoch of SGD counts 1 whatever its batch size.
+    Evaluations are in passes over the training images, so that an epoch of SGD counts 1 at any batch size.
     """
     if axis == "epochs":
         return float(epoch.epoch)
     if axis == "seconds":
         return epoch.seconds
-    steps_an_epoch = epoch.step / epoch.epoch
-    return gradient_evaluations(epoch.passes) / steps_an_epoch if epoch.passes else None
+    steps_per_epoch = epoch.step / epoch.epoch
+    return gradient_evaluations(epoch.passes) / steps_per_epoch if epoch.passes else None
 
 
-def cost_of_epoch(result: Result) -> float | None:
-    """Gradient evaluations of an epoch as a multiple of SGD's, on average over the run."""
+def cost_per_epoch(result: Result) -> float | None:
+    """Return the gradient evaluations of an epoch relative to SGD, averaged over the run."""
     total = position(result.epochs[-1], "evaluations")
     return None if total is None else total / result.epochs[-1].epoch
 
 
-# Over seeds
+# Seeds
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation (n - 1) over seeds; std is None for a single one.
+    """Mean and sample standard deviation over seeds.
 
-    never: how many of the seeds have no finite value, and are not in the mean.
+    Attributes:
+        mean: Over the finite values; infinity if there is none.
+        std: With n - 1 degrees of freedom; `None` for a single value.
+        count: Number of seeds.
+        never: Number of seeds whose value is not finite.
     """
 
     mean: float
@@ -66,7 +70,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None where there is no value."""
+    """Return mean and deviation; `None` for no values."""
     if not values:
         return None
     finite = [value for value in values if math.isfinite(value)]
@@ -77,7 +81,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def paired_p(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Two-sided p of the paired t-test; None for fewer than two pairs and where all differences are the same."""
+    """Return the two-sided p of the paired t-test; `None` below two pairs or if all differences are equal."""
     if len(first) < 2 or not all(map(math.isfinite, [*first, *second])):
         return None
     difference = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
@@ -88,39 +92,38 @@ def paired_p(first: Sequence[float], second: Sequence[float]) -> float | None:
     return float(ttest_rel(first, second).pvalue)
 
 
-def values_of(
-    results: Sequence[Result],
-    metric: str,
-    at: int | None = None,
-    score: str = "plain",
-    threshold: float | None = None,
-) -> dict[int, float]:
-    """A metric by seed, for the seeds that have it."""
-    function = METRICS[metric]
-    found = {result.seed: function(result, at, score, threshold) for result in results}
+def values_of(results: Sequence[Result], asked: Question) -> dict[int, float]:
+    """Return a metric by seed, for the seeds that have it."""
+    found = {result.seed: METRICS[asked.metric](result, asked) for result in results}
     return {seed: value for seed, value in found.items() if value is not None}
 
 
-# At equal cost
+def spread_of(results: Sequence[Result], asked: Question) -> Spread | None:
+    """Return mean and deviation of a metric over the seeds that have it."""
+    return spread([*values_of(results, asked).values()])
+
+
+# Equal cost
 
 
 class Reached(NamedTuple):
-    """An accuracy at some cost. share: of the schedule of the run that it is of; 1 where the run ends there."""
+    """An accuracy at some cost.
+
+    Attributes:
+        accuracy: The accuracy.
+        share: The share of the run's schedule at that point; 1 at its end.
+    """
 
     accuracy: float
     share: float
 
-    @property
-    def whole(self) -> bool:
-        return self.share == 1
-
-    def comparable(self, other: Reached) -> bool:
-        """A run in the middle of its schedule says nothing about one at its end."""
-        return abs(self.share - other.share) <= CLOSE
+    def is_comparable(self, other: Reached) -> bool:
+        """Whether both are about as far in their schedules; else the learning rates differ."""
+        return abs(self.share - other.share) <= TOLERANCE
 
 
 def budgets(study: Study, axis: Axis) -> dict[int, float]:
-    """What every arm can spend, by seed: as much as the cheapest arm that has the seed spent in all."""
+    """Return the cost at which arms are compared, by seed: the total of the cheapest arm with that seed."""
     found: dict[int, float] = {}
     for arm, results in study.results.items():
         for result in results if arm not in study.budgets else ():
@@ -131,63 +134,60 @@ def budgets(study: Study, axis: Axis) -> dict[int, float]:
 
 
 def at_equal(study: Study, axis: Axis, score: str = "plain") -> dict[str, dict[int, Reached]]:
-    """Accuracy by arm and seed at the seed's budget: of a run of the arm that ends there, to 10 %, if there is one.
+    """Return accuracy by arm and seed at the seed's budget.
 
-    Else it is that of the epoch that ends nearest to the budget, half an epoch beyond at most: nothing is
-    interpolated, and the half epoch keeps arms of equal cost from losing an epoch to the jitter of clocks.
+    A run of the arm that ends within 10 % of the budget is preferred, including runs with other numbers of epochs.
+    Otherwise the accuracy is that of the epoch that ends nearest to the budget, at most half an epoch beyond it.
+    Nothing is interpolated. The half epoch keeps arms of equal cost from losing an epoch to jitter of the clock.
     """
     limits = budgets(study, axis)
     found: dict[str, dict[int, Reached]] = {arm: {} for arm in study.results if arm not in study.budgets}
     for arm, by_seed in found.items():
+        shorter = [r for name, base in study.budgets.items() if base == arm for r in study.results.get(name, ())]
         for result in study.results[arm]:
-            others = [r for name in _with_budgets(study, arm) for r in study.results[name] if r.seed == result.seed]
-            reached = _reached(result, others, axis, limits.get(result.seed), score)
-            if reached is not None:
+            runs = [result, *(other for other in shorter if other.seed == result.seed)]
+            if result.seed in limits and (reached := _reached(runs, axis, limits[result.seed], score)):
                 by_seed[result.seed] = reached
     return found
 
 
-def _with_budgets(study: Study, arm: str) -> list[str]:
-    return [name for name, base in study.budgets.items() if base == arm and name in study.results]
-
-
-def _reached(
-    result: Result, others: Sequence[Result], axis: Axis, budget: float | None, score: str
-) -> Reached | None:
-    if budget is None:
-        return None
-    for whole in (result, *others):
-        spent = position(whole.epochs[-1], axis)
-        if spent is not None and abs(spent - budget) <= CLOSE * budget and score in whole.epochs[-1].scores:
-            return Reached(whole.epochs[-1].scores[score], 1)
-    epoch = _within(result, axis, budget)
+def _reached(runs: Sequence[Result], axis: Axis, budget: float, score: str) -> Reached | None:
+    """Return the accuracy of a run that ends at the budget, else that of the first run at its nearest epoch."""
+    for run in runs:
+        spent = position(run.epochs[-1], axis)
+        if spent is not None and abs(spent - budget) <= TOLERANCE * budget and score in run.epochs[-1].scores:
+            return Reached(run.epochs[-1].scores[score], 1)
+    epoch = _nearest(runs[0], axis, budget)
     if epoch is None or score not in epoch.scores:
         return None
-    return Reached(epoch.scores[score], epoch.epoch / result.epochs[-1].epoch)
+    return Reached(epoch.scores[score], epoch.epoch / runs[0].epochs[-1].epoch)
 
 
-def _within(result: Result, axis: Axis, budget: float) -> Epoch | None:
-    affordable, before = None, 0.0
+def _nearest(result: Result, axis: Axis, budget: float) -> Epoch | None:
+    nearest, before = None, 0.0
     for epoch in result.epochs:
         spent = position(epoch, axis)
         if spent is None:
             continue
-        if before + spent > 2 * budget * (1 + 1e-9):  # more than half of the epoch is beyond
+        if before + spent > 2 * budget * (1 + 1e-9):  # more than half of the epoch is beyond the budget
             break
-        affordable, before = epoch, spent
-    return affordable
+        nearest, before = epoch, spent
+    return nearest
+
+
+# Curves
 
 
 @dataclass(frozen=True)
 class Point:
-    """An epoch of an arm: where it stands on the axes, and a value with its deviation over seeds."""
+    """An epoch of an arm: its position on the axes, and a value over seeds."""
 
     x: Mapping[Axis, float | None]
     y: Spread
 
 
 def curve(results: Sequence[Result], pick: Callable[[Epoch], float | None]) -> list[Point]:
-    """A value over the epochs that every seed has, with the mean position on each axis."""
+    """Return a value for the epochs that every seed has, with the mean position on each axis."""
     by_epoch = [{e.epoch: e for e in result.epochs} for result in results]
     shared = sorted(set.intersection(*map(set, by_epoch))) if by_epoch else []
     points = []
@@ -196,10 +196,10 @@ def curve(results: Sequence[Result], pick: Callable[[Epoch], float | None]) -> l
         values = [y for e in epochs if (y := pick(e)) is not None]
         found = spread(values)
         if found is not None and len(values) == len(epochs):
-            points.append(Point({axis: _mean([position(e, axis) for e in epochs]) for axis in AXES}, found))
+            points.append(Point({axis: _mean_position(epochs, axis) for axis in AXES}, found))
     return points
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known and len(known) == len(values) else None
+def _mean_position(epochs: Sequence[Epoch], axis: Axis) -> float | None:
+    known = [x for epoch in epochs if (x := position(epoch, axis)) is not None]
+    return float(np.mean(known)) if len(known) == len(epochs) else None

@@ -1,8 +1,7 @@
-"""The demo: dense and sparse on the digits, in a minute."""
+"""The demo: dense and sparse training on the digits, in about a minute."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,63 +10,53 @@ from rich.console import Console
 
 from equipoise.display.figures import draw_arms
 from equipoise.display.tables import make_table, number, percent
+from equipoise.scores import SCORES
+from equipoise.studies.compare import gradient_evaluations
 from equipoise.training.recipe import apply_overrides, make_recipe, read_recipe
 from equipoise.training.run_folder import RunFolder
 from equipoise.training.trainer import Trainer
 
-ARMS: dict[str, list[str]] = {
-    "dense": ["topology=dense"],
-    "static": ["topology=static"],
-    "SET": ["topology=set"],
-    "RigL": ["topology=rigl"],
-    "SET + AGENT": ["topology=set", "correction=agent", "correction.mode=replay"],
-    "SET + AGENT c*": [  # c from the gradients
-        "topology=set",
-        "correction=agent",
-        "correction.mode=replay",
-        "correction.coefficient=gradient",
-        "correction.gamma=1",
-    ],
+AGENT = ["topology=set", "correction=agent", "correction.mode=replay"]
+ARMS: dict[str, tuple[str, list[str]]] = {  # the folder of each arm, and its overrides
+    "dense": ("dense", ["topology=dense"]),
+    "static": ("static", ["topology=static"]),
+    "SET": ("set", ["topology=set"]),
+    "RigL": ("rigl", ["topology=rigl"]),
+    "SET + AGENT": ("set-agent", AGENT),
+    "SET + AGENT c*": ("set-agent-c", [*AGENT, "correction.coefficient=gradient", "correction.gamma=1"]),
 }
 
 
-def run_demo(out: Path, console: Console, epochs: int | None = None) -> dict[str, dict[str, Any]]:
-    """Train the arms one after the other, print their table and draw their curves."""
-    torch.set_num_threads(1)  # the net is too small for more; several would wait for each other
-    raw = read_recipe("digits")
-    if epochs is not None:
-        raw["epochs"] = epochs
+def run_demo(out: Path, console: Console, epochs: int) -> None:
+    """Train every arm in a folder of `out`, print a table and draw the curves to demo.png."""
+    torch.set_num_threads(1)  # the network is too small to gain from more
+    raw = {**read_recipe("digits"), "epochs": epochs}
     histories, rows = {}, []
-    for name, overrides in ARMS.items():
+    for name, (folder, overrides) in ARMS.items():
         console.print(f"training {name} ...")
         own = apply_overrides(raw, overrides)
-        trainer = Trainer(make_recipe(own), RunFolder.create(out / _folder(name), own))
+        trainer = Trainer(make_recipe(own), RunFolder.create(out / folder, own))
         trainer.run()
         histories[name] = trainer.history
         rows.append(_row(name, trainer.history))
-    columns = ["", "accuracy", "ema", "density", "explored", "variance", "passes", "seconds"]
-    console.print(make_table(columns, rows, f"digits, test accuracy after {raw['epochs']} epochs"))
+    columns = ["", "accuracy", SCORES["ema"], "density", "explored", "variance", "passes", "seconds"]
+    console.print(make_table(columns, rows, f"digits, test accuracy after {epochs} epochs"))
     draw_arms(histories, out / "demo.png", "Sparse training on the digits", score="ema")
     console.print(f"curves: {out / 'demo.png'}   each run: equipoise show {out}/NAME")
-    return {name: history[-1] for name, history in histories.items()}
-
-
-def _folder(name: str) -> str:
-    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _row(name: str, history: list[dict[str, Any]]) -> list[str]:
     last = history[-1]
-    left = [line["correction"].get("variance_left") for line in history]
-    measured = [value for value in left if value is not None]
-    plain = history[0]["step"] * len(history)
+    left = [line["correction"]["variance_left"] for line in history if "variance_left" in line["correction"]]
+    known = [value for value in left if value is not None]
+    sgd = history[0]["step"] * len(history)
     return [
         name,
         percent(last["scores"]["plain"]["accuracy"]),
         percent(last["scores"]["ema"]["accuracy"]),
         percent(last["density"], 1),
         percent(last["exploration"], 1),
-        number(sum(measured) / len(measured)) if measured else "1",
-        f"{(last['passes']['forward'] + 2 * last['passes']['backward']) / (3 * plain):.2f} x",
+        number(sum(known) / len(known)) if known else "1",
+        f"{gradient_evaluations(last['passes']) / sgd:.2f} x",
         f"{last['seconds']:.1f}",
     ]

@@ -9,114 +9,98 @@ from itertools import pairwise
 import numpy as np
 
 from equipoise.catalogue import Catalogue
-from equipoise.studies.results import Epoch, Result
+from equipoise.studies.results import Epoch, Question, Result
 
-WINDOW = 5  # epochs that `stability` looks at together
-VARIANCES = frozenset({"variance", "relative-variance", "variance-perturbed", "variance-everywhere"})
-LOWER_IS_BETTER = VARIANCES | {"stability", "epochs-to"}
-SHARES = frozenset({"accuracy", "mean-accuracy", "test", "clean", "robust"})
-BY_EPOCH = ("accuracy", "mean-accuracy", "stability")  # that can be asked for at an epoch
-MEASURED = VARIANCES | {"correlation", "correlation-everywhere"}  # at the weights at the end, after training
-Metric = Callable[[Result, int | None, str, float | None], float | None]
+WINDOW = 5  # consecutive epochs over which `stability` fits a line
+SHARES = frozenset({"accuracy", "mean-accuracy", "test", "clean", "robust"})  # between 0 and 1
+IN_PERCENT = SHARES | {"stability"}  # in tables
+BY_EPOCH = ("accuracy", "mean-accuracy", "stability")  # known at every epoch
+MEASURED = {  # at the final weights, after training: the key in `Result.measured`, and a description
+    "variance": ("variance", "Variance of the batch gradient; lower is better."),
+    "relative-variance": ("variance_relative", "Variance over the squared mean gradient; lower is better."),
+    "variance-perturbed": ("variance_old", "Variance after noise on the active weights; lower is better."),
+    "variance-everywhere": ("variance_old everywhere", "Variance after noise on all weights; lower is better."),
+    "correlation": ("correlation", "Correlation of the mean gradients before and after noise on the active weights."),
+    "correlation-everywhere": ("correlation everywhere", "The same correlation with noise on all weights."),
+}
+LOWER_IS_BETTER = {"stability", "epochs-to", *(name for name in MEASURED if "variance" in name)}
+Metric = Callable[[Result, Question], float | None]
 
 
-def accuracy(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
-    """Accuracy at the end of an epoch, the last one by default."""
-    chosen = result.epochs[-1] if at is None else next((e for e in result.epochs if e.epoch == at), None)
-    return None if chosen is None else chosen.scores.get(score)
+def accuracy(result: Result, asked: Question) -> float | None:
+    """Accuracy at the end of an epoch, by default the last one."""
+    at = result.epochs[-1].epoch if asked.at is None else asked.at
+    return next((e.scores.get(asked.score) for e in result.epochs if e.epoch == at), None)
 
 
-def mean_accuracy(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
-    """Mean of the accuracies of the epochs up to one, all by default: how fast it is, less noisy than a single epoch.
+def mean_accuracy(result: Result, asked: Question) -> float | None:
+    """Mean accuracy over the first epochs, by default all: speed of learning, less noisy than a single epoch.
 
     At a high learning rate two runs of one recipe and seed differ by several points in single epochs.
     """
-    last = result.epochs[-1].epoch if at is None else at
-    known = [e.scores[score] for e in result.epochs if e.epoch <= last and score in e.scores]
-    return float(np.mean(known)) if len(known) == last else None  # one that is missing would tilt the mean
+    last = result.epochs[-1].epoch if asked.at is None else asked.at
+    known = [e.scores[asked.score] for e in result.epochs if e.epoch <= last and asked.score in e.scores]
+    return float(np.mean(known)) if len(known) == last else None  # a missing epoch would bias the mean
 
 
-def on_test(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
+def on_test(result: Result, asked: Question) -> float | None:
     """Accuracy on the test images at the end of training."""
-    return result.test.get(score)
+    return result.test.get(asked.score)
 
 
-def clean(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
-    """Accuracy on the clean ones of the images that were attacked after training."""
-    return result.robust.get(score, {}).get("clean")
+def clean(result: Result, asked: Question) -> float | None:
+    """Accuracy after training on the clean versions of the attacked images."""
+    return result.robust.get(asked.score, {}).get("clean")
 
 
-def robust(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
+def robust(result: Result, asked: Question) -> float | None:
     """Accuracy under attack after training."""
-    return result.robust.get(score, {}).get("robust")
+    return result.robust.get(asked.score, {}).get("robust")
 
 
-def stability(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
-    """Noise of the accuracy: deviation from the linear trend of 5 epochs, mean over such windows; lower is better.
+def stability(result: Result, asked: Question) -> float | None:
+    """Noise of the accuracy: deviation from a linear trend over 5 epochs, mean over all windows; lower is better.
 
-    In each window of 5 consecutive epochs a line is fitted by least squares, and the standard deviation about it is
-    taken with 5 - 2 degrees of freedom. The trend is left out so that learning fast does not count as being unstable,
-    and so are windows in which the learning rate falls by half or more: the jump there is no noise.
+    A line is fitted by least squares to each window of 5 consecutive epochs. The standard deviation about it has
+    5 - 2 degrees of freedom. Removing the trend keeps fast learning from counting as noise. Windows in which the
+    learning rate falls by half or more are skipped, because the accuracy jumps there.
     """
-    epochs = [e for e in result.epochs if (at is None or e.epoch <= at) and e.scores.get(score) is not None]
-    found = [_about_line([e.scores[score] for e in window]) for window in _windows(epochs) if not _decays(window)]
+    until = math.inf if asked.at is None else asked.at
+    epochs = [e for e in result.epochs if e.epoch <= until and asked.score in e.scores]
+    windows = [epochs[i : i + WINDOW] for i in range(len(epochs) - WINDOW + 1)]
+    complete = [window for window in windows if window[-1].epoch - window[0].epoch == WINDOW - 1]
+    found = [_about_line([e.scores[asked.score] for e in window]) for window in complete if not _decays(window)]
     return float(np.mean(found)) if found else None
 
 
-def _windows(epochs: Sequence[Epoch]) -> list[Sequence[Epoch]]:
-    """So many consecutive epochs, none missing among them."""
-    found = [epochs[i : i + WINDOW] for i in range(len(epochs) - WINDOW + 1)]
-    return [window for window in found if window[-1].epoch - window[0].epoch == WINDOW - 1]
-
-
 def _decays(window: Sequence[Epoch]) -> bool:
+    """Whether the learning rate falls by half or more within a window."""
     rates = [epoch.learning_rate for epoch in window]
     return any(b is not None and a is not None and 2 * b <= a for a, b in pairwise(rates))
 
 
 def _about_line(values: Sequence[float]) -> float:
+    """Return the standard deviation about the line of least squares."""
     time = np.arange(WINDOW) - (WINDOW - 1) / 2
     centred = np.asarray(values) - np.mean(values)
     residual = centred - (centred @ time) / (time @ time) * time
     return float(np.sqrt((residual**2).sum() / (WINDOW - 2)))
 
 
-def epochs_to(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
-    """The first epoch that reaches the accuracy `threshold`; infinity where none does; lower is better."""
-    if threshold is None:
+def epochs_to(result: Result, asked: Question) -> float | None:
+    """First epoch whose accuracy reaches `threshold`, infinity if none does; lower is better."""
+    if asked.threshold is None:
         return None
-    reached = (e.epoch for e in result.epochs if e.scores.get(score, -1.0) >= threshold)
+    reached = (e.epoch for e in result.epochs if e.scores.get(asked.score, -1.0) >= asked.threshold)
     return float(next(reached, math.inf))
 
 
-def variance(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
-    """Variance of the mini-batch gradient on the final weights, as measured after training; lower is better."""
-    return result.measured.get("variance")
+def _measured(key: str, description: str) -> Metric:
+    def metric(result: Result, asked: Question) -> float | None:
+        return result.measured.get(key)
 
-
-def relative_variance(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
-    """That variance as a multiple of the squared norm of the mean gradient; lower is better."""
-    return result.measured.get("variance_relative")
-
-
-def variance_perturbed(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
-    """Variance of the mini-batch gradient after noise on the active weights; lower is better."""
-    return result.measured.get("variance_old")
-
-
-def variance_everywhere(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
-    """Variance of the mini-batch gradient after noise on all weights, inactive ones too; lower is better."""
-    return result.measured.get("variance_old everywhere")
-
-
-def correlation(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
-    """Correlation of the mean gradients before and after noise on the active weights."""
-    return result.measured.get("correlation")
-
-
-def correlation_everywhere(result: Result, at: int | None, score: str, threshold: float | None) -> float | None:
-    """Correlation of the mean gradients before and after noise on all weights, inactive ones too."""
-    return result.measured.get("correlation everywhere")
+    metric.__doc__ = description
+    return metric
 
 
 METRICS: Catalogue[Metric] = Catalogue(
@@ -129,12 +113,7 @@ METRICS: Catalogue[Metric] = Catalogue(
         "robust": robust,
         "stability": stability,
         "epochs-to": epochs_to,
-        "variance": variance,
-        "relative-variance": relative_variance,
-        "variance-perturbed": variance_perturbed,
-        "variance-everywhere": variance_everywhere,
-        "correlation": correlation,
-        "correlation-everywhere": correlation_everywhere,
+        **{name: _measured(key, description) for name, (key, description) in MEASURED.items()},
     },
 )
-"""What a claim can be about; the functions take a result, an epoch or None, a score and a threshold."""
+"""What a claim can be about. A metric takes a result and a `Question`, and is `None` if the result lacks it."""

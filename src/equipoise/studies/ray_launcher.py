@@ -1,4 +1,4 @@
-"""Jobs as tasks of a Ray cluster (extra `ray`)."""
+"""Run jobs as tasks of a Ray cluster (extra `ray`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from equipoise.studies.launch import POLL, Failure, Job, Launcher, Result, attem
 from equipoise.training import signals
 
 PATIENCE = 5  # seconds for a cluster to answer
-Resources = Mapping[str, float]  # num_cpus, num_gpus, as Ray calls them
+Resources = Mapping[str, float]  # num_cpus and num_gpus, Ray's names
 
 
 def on_ray(address: str | None, resources: Callable[[Any, bool], Resources]) -> Launcher:
-    """One task for each job, with the resources that it asks for; Ray says where and when.
+    """Return a launcher that runs each job as a Ray task.
 
-    address: of the cluster, or None for one on this machine that lasts as long as the study. resources: what a job
-    needs, given the job and whether the cluster has GPUs. Folders are those of this machine, by their path: all
-    machines of the cluster must see them.
+    Paths are those of this machine; every machine of the cluster must see the same folders.
+
+    Args:
+        address: Address of the cluster; `None` starts a local one that ends with the study.
+        resources: Called with a job and whether the cluster has GPUs. Returns what the job needs.
     """
     ray = _ray()
 
@@ -39,7 +41,7 @@ def on_ray(address: str | None, resources: Callable[[Any, bool], Resources]) -> 
                 done, _ = ray.wait(list(pending), timeout=POLL)
                 for reference in done:
                     yield pending.pop(reference), _outcome(ray, reference)
-                signals.check()  # what is still running ends with the connection
+                signals.check()  # running tasks end with the connection
         finally:
             ray.shutdown()
 
@@ -56,16 +58,16 @@ def _ray() -> Any:
 def _connect(ray: Any, address: str | None) -> None:
     try:
         if machine := re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d{1,5})", address or ""):
-            # Ray itself would try for minutes
+            # Ray would retry for minutes
             socket.create_connection((machine[1], int(machine[2])), PATIENCE).close()
-        # not by default: a cluster that happens to be in the environment is not asked for
+        # "local" keeps Ray from joining a cluster that the environment names
         ray.init(address=address or "local", log_to_driver=False, configure_logging=False)
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
         raise UserError(f"no Ray cluster answers at {address}: {error}") from None
 
 
 def _in_folder(folder: Path, work: Callable[[Job], Result], job: Job) -> Result | Failure:
-    """In a process of the cluster: relative paths mean what they mean here."""
+    """Run a job in a process of the cluster, with relative paths as on this machine."""
     os.chdir(folder)
     return attempt(work, job)
 
@@ -73,5 +75,5 @@ def _in_folder(folder: Path, work: Callable[[Job], Result], job: Job) -> Result 
 def _outcome(ray: Any, reference: Any) -> Any:
     try:
         return ray.get(reference)
-    except ray.exceptions.RayError as error:  # its process or its machine has gone
-        return Failure(f"{type(error).__name__}: {error}; run the study again to go on with it")
+    except ray.exceptions.RayError as error:  # the process or the machine is gone
+        return Failure(f"{type(error).__name__}: {error}; run the study again to continue it")

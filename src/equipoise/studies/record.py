@@ -1,4 +1,4 @@
-"""What is kept of a finished arm x seed: one small JSON file."""
+"""The result of one arm and seed, as it is written to its file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,18 @@ from equipoise.studies.results import VERSION
 from equipoise.training.trainer import Trainer
 
 
-def record(study: str, arm: str, trainer: Trainer, result: Mapping[str, Any], together: int = 1) -> dict[str, Any]:
-    """All that a comparison needs, without weights and without anything of the machine's folders."""
+def record(study: str, arm: str, trainer: Trainer, result: Mapping[str, Any], jobs_on_device: int) -> dict[str, Any]:
+    """Return everything that a comparison needs, without weights and without folders of the machine.
+
+    Args:
+        study: Name of the study.
+        arm: Name of the arm.
+        trainer: The trainer of the run, at its end.
+        result: What `trainer.run` returned.
+        jobs_on_device: Number of jobs that shared the device, including this one.
+    """
+    name, options = split(trainer.raw.get("data", "digits"), "data")
+    data = {"name": name, **{key: value for key, value in options.items() if key != "root"}}
     layers = {layer.name: {"size": layer.size, "active": layer.active} for layer in trainer.parts.topology.layers}
     return {
         "version": VERSION,
@@ -27,43 +37,39 @@ def record(study: str, arm: str, trainer: Trainer, result: Mapping[str, Any], to
         "arm": arm,
         "seed": trainer.recipe.seed,
         "finished": True,
-        "recipe": _without_root(trainer.raw),
-        "environment": environment(trainer.parts.device, together),
+        "recipe": {**trainer.raw, "data": data},
+        "environment": environment(trainer.parts.device, jobs_on_device),
         "epochs": trainer.history,
         "result": dict(result),
         "layers": layers,
     }
 
 
-def _without_root(raw: Mapping[str, Any]) -> dict[str, Any]:
-    name, options = split(raw.get("data", "digits"), "data")
-    return {**raw, "data": {"name": name, **{key: value for key, value in options.items() if key != "root"}}}
-
-
-def environment(device: torch.device, together: int) -> dict[str, Any]:
-    """What a number may depend on beside its recipe. together: the runs that share the device, this one included."""
+def environment(device: torch.device, jobs_on_device: int) -> dict[str, Any]:
+    """Return what a number may depend on besides its recipe."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "equipoise": __version__,
-        "jobs_on_device": together,
+        "jobs_on_device": jobs_on_device,
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }
 
 
 def commit(file: Path = Path(__file__)) -> str | None:
-    """The commit of this code: GIT_COMMIT, as many a CI sets it, or that of the checkout it lies in.
+    """Return the commit of this code: the variable GIT_COMMIT, which many CI systems set, or that of its checkout.
 
-    With "+changes" where the code is not as committed. None where it is installed, be it within another checkout.
+    "+changes" is appended if the package differs from the commit. `None` if the package is installed outside a
+    checkout of its own.
     """
     if named := os.environ.get("GIT_COMMIT"):
         return named
     try:
         if not _git(file, "ls-files", file.name):
             return None
-        changed = _git(file, "status", "--porcelain", "--untracked-files=no", "--", "..")  # of the package
+        changed = _git(file, "status", "--porcelain", "--untracked-files=no", "--", "..")  # the whole package
         return _git(file, "rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None

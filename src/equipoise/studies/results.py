@@ -1,4 +1,4 @@
-"""The results of studies: what they are, and how they are written. `reading` reads them."""
+"""The results of studies as dataclasses, and their files. `reading` reads the files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from equipoise.errors import UserError
 from equipoise.files import write_whole
 from equipoise.training.meter import learned_nothing
 from equipoise.training.run_folder import strict
@@ -20,11 +21,16 @@ DIGITS = 6  # significant digits of the floats in a file
 
 @dataclass(frozen=True)
 class Epoch:
-    """What the page and the comparisons need of one line of metrics.jsonl. seconds and passes are totals so far.
+    """One epoch of a run, from a line of metrics.jsonl.
 
-    scores: accuracy by score (plain, reestimated, averaged), on the images of `split`. passes: over batches, by kind
-    (forward, backward, attack). correction: c, c_hat, weight, variance_left, ... as the correction reports them.
-    measured: what `equipoise.analysis` found at the end of this epoch, where it looked.
+    Attributes:
+        epoch: The number of the epoch, from 1.
+        step: Optimizer steps so far.
+        scores: Accuracy by score (see `SCORES`) on the images of `split`.
+        passes: Passes over batches so far, by kind: forward, backward, attack.
+        seconds: Training time so far; `None` if unknown.
+        correction: What the correction reports: c, c_hat, weight, variance_left, ...
+        measured: What `equipoise.analysis` measured at the end of this epoch.
     """
 
     epoch: int
@@ -41,14 +47,24 @@ class Epoch:
     measured: Mapping[str, float] = field(default_factory=dict)
     learning_rate: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.epoch < 1 or self.step < 1:
+            raise UserError(f"epoch={self.epoch}, step={self.step}: both count from 1")
+        for score, accuracy in self.scores.items():
+            if not 0 <= accuracy <= 1:
+                raise UserError(f"scores.{score}={accuracy}: an accuracy is between 0 and 1")
+
 
 @dataclass(frozen=True)
 class Result:
     """One arm with one seed.
 
-    test: accuracy by score at the end, on test images. layers: (weights, active) by name. robust: by score, `clean` and
-    `robust` accuracy under the attack. measured: what `equipoise.analysis` found on the final weights. diverged: why
-    there is no end, where a loss or a gradient was not finite.
+    Attributes:
+        test: Accuracy by score on the test images at the end.
+        layers: Number of weights and of active weights, by layer.
+        robust: By score, the `clean` accuracy and the `robust` accuracy under attack.
+        measured: What `equipoise.analysis` measured at the final weights.
+        diverged: The reason if a loss or gradient was not finite, else empty.
     """
 
     arm: str
@@ -65,46 +81,70 @@ class Result:
 
     @property
     def stuck(self) -> bool:
-        """Whether it learned nothing; a run without losses is not suspected."""
+        """Whether the run learned nothing; False if its losses are unknown."""
         return learned_nothing([epoch.train_loss for epoch in self.epochs if epoch.train_loss is not None])
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What the paper says, as a comparison of two arms. at: an epoch; None is the last.
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Which number of a result is meant.
 
-    margin: by how much the first may be worse, in the metric's own unit, where the claim is that nothing is lost.
+    Attributes:
+        metric: A name in `METRICS`.
+        at: The epoch; `None` for the last one.
+        score: A name in `SCORES`.
+        threshold: The accuracy that `epochs-to` waits for.
+    """
+
+    metric: str = "accuracy"
+    at: int | None = None
+    score: str = "plain"
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.at is not None and self.at < 1:
+            raise UserError(f"at={self.at}: epochs count from 1")
+
+
+@dataclass(frozen=True)
+class Claim(Question):
+    """A statement of the paper, or a control, as a comparison of two arms.
+
+    Attributes:
+        says: The statement in words.
+        better: The arm that is said to be better.
+        than: The arm that it is compared with.
+        margin: By how much `better` may be worse, in the unit of the metric, for claims that nothing is lost.
     """
 
     says: str
     better: str
     than: str
-    metric: str = "accuracy"
-    at: int | None = None
-    score: str = "plain"
-    threshold: float | None = None
     margin: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.margin < 0:
+            raise UserError(f"margin={self.margin}: how much worse counts as equal, at least 0")
 
 
 @dataclass(frozen=True)
-class PaperValue:
-    """A number of the paper, to stand beside ours. what: a metric. at: an epoch; None is the last."""
+class PaperValue(Question):
+    """A number that the paper reports for an arm."""
 
     arm: str
-    what: str
     value: float
-    at: int | None = None
-    score: str = "plain"
-    threshold: float | None = None
 
 
 @dataclass(frozen=True)
 class Study:
-    """What was asked and what there is of it.
+    """A study with its results.
 
-    shows: tables and figures of the paper. results: by arm, in the order of the study, sorted by seed. diverged: by
-    arm those that came to no end, which are not among the results. budgets: arms that are another arm with another
-    number of epochs, and which one that is.
+    Attributes:
+        results: Finished runs by arm, in the order of the study, sorted by seed.
+        shows: The tables and figures of the paper that the study is about.
+        diverged: Runs that diverged, by arm. They are not among the results.
+        budgets: Arms that repeat another arm with another number of epochs, and that arm.
     """
 
     name: str
@@ -119,13 +159,13 @@ class Study:
 
     @property
     def stuck(self) -> tuple[Result, ...]:
-        """The finished runs that learned nothing: a comparison with one says little about its method."""
+        """The finished runs that learned nothing. A comparison with one says little about its method."""
         return tuple(result for results in self.results.values() for result in results if result.stuck)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The studies of a folder, and one line for each thing in it that could not be used."""
+    """The studies of a folder, and one line for each file or part of a file that could not be used."""
 
     studies: tuple[Study, ...]
     problems: tuple[str, ...]
@@ -135,9 +175,10 @@ class Reading:
 
 
 def write_result(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a result or study file, whole or not at all: strict JSON, floats of 6 digits, one line an epoch.
+    """Write a result or study file: strict JSON, floats with 6 digits, one line per epoch.
 
-    A file that is there already stays: several processes may begin the same study, and say the same of it.
+    The file is written whole or not at all. A file with the same content is left alone, because several processes may
+    start the same study.
     """
     content = _dump(rounded(strict(value))).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +187,7 @@ def write_result(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _dump(value: Mapping[str, Any]) -> str:
-    """A line for each key and for each item of a list, so that diffs are readable and files small."""
+    """Format with one line per key and per list item, so that diffs are readable and files small."""
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_dump_item(item)}" for key, item in value.items()) + "\n}\n"
 
 
@@ -157,7 +198,7 @@ def _dump_item(item: Any) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """The same with every float rounded to 6 significant digits."""
+    """Round every float in nested values to 6 significant digits."""
     if isinstance(value, Mapping):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -166,7 +207,10 @@ def rounded(value: Any) -> Any:
 
 
 def slug(name: str) -> str:
-    """A file name of [a-z0-9-] for any name; where that loses more than spaces, a digest tells two names apart."""
+    """Return a file name of [a-z0-9-] for any name.
+
+    A digest is appended if more than spaces and case are lost, so that two names never share a file.
+    """
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60]
     if plain and plain == re.sub(r"[ _-]+", "-", name.lower()):
         return plain
@@ -175,5 +219,5 @@ def slug(name: str) -> str:
 
 
 def result_file(folder: Path, arm: str, seed: int) -> Path:
-    """Where the result of an arm and a seed stands in the folder of its study."""
+    """Return the path of the result of an arm and a seed in the folder of its study."""
     return folder / f"{slug(arm)}-seed{seed}.json"

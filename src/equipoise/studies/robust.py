@@ -1,8 +1,9 @@
-"""Clean and robust accuracy of a run, three ways."""
+"""Clean and robust accuracy of a run, for each of its scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from equipoise.errors import UserError
 from equipoise.objectives import ATTACKS, PGD, RobustResult, autoattack, robust_accuracy
 from equipoise.objectives.robust_accuracy import Progress
 from equipoise.seeds import derive
+from equipoise.training import signals
 from equipoise.training.evaluate import Batches, three_ways
 from equipoise.training.trainer import Trainer
 from equipoise.world import World
@@ -26,13 +28,20 @@ from equipoise.world import World
 JUDGES: Catalogue[Callable[..., Any]] = Catalogue("attack", {**ATTACKS, "autoattack": autoattack})
 """The attacks that `equipoise eval --attack` takes by name."""
 
-EPS = 8 / 255  # of AutoAttack, as of the others
-AT_ONCE = 100  # images attacked together on a CPU, so that a bar over many restarts of many steps moves
+EPS = 8 / 255  # AutoAttack's default radius
+CPU_BATCH = 100  # images attacked at a time on a CPU, so that the progress bar moves
 
 
 @dataclass(frozen=True)
 class Judge:
-    """An attack that is ready to run, from the same random starts on every model. attack: None is AutoAttack."""
+    """An attack with the same random starts on every model.
+
+    Attributes:
+        attack: The attack; `None` for AutoAttack.
+        norm: `linf` or `l2`.
+        eps: The radius.
+        seed: The seed of the random starts.
+    """
 
     attack: PGD | None
     norm: str
@@ -40,6 +49,7 @@ class Judge:
     seed: int
 
     def run(self, model: nn.Module, batches: Batches, on_progress: Progress) -> RobustResult:
+        """Attack a model and return its clean and robust accuracy."""
         if self.attack is None:
             return autoattack(model, batches, self.eps, self.norm, seed=self.seed % 2**32, on_progress=on_progress)
         generator = torch.Generator(next(model.parameters()).device).manual_seed(self.seed)
@@ -47,14 +57,18 @@ class Judge:
 
     @property
     def radius(self) -> str:
-        """As people write it: in levels of 255 where it is so many."""
+        """Norm and radius for people, such as `L∞ 8/255`."""
         levels = round(self.eps * 255)
         number = f"{levels}/255" if levels and abs(levels / 255 - self.eps) < 1e-9 else f"{self.eps:g}"
         return f"{'L∞' if self.norm == 'linf' else 'L2'} {number}"
 
 
 def make_judge(attack: str, eps: float | None = None, seed: int = 0) -> Judge:
-    """An attack by name with its own radius or another; a wrong name or radius is an error here."""
+    """Make an attack by its name in `JUDGES`, with a radius or its default one.
+
+    Raises:
+        UserError: If the name is unknown or the radius is wrong.
+    """
     make = JUDGES[attack]
     if make is autoattack:
         return Judge(None, "linf", EPS if eps is None else eps, seed)
@@ -62,41 +76,65 @@ def make_judge(attack: str, eps: float | None = None, seed: int = 0) -> Judge:
     return Judge(chosen, chosen.norm, chosen.eps, seed)
 
 
+def robust_scores(trainer: Trainer, attack: str, images: int) -> dict[str, dict[str, Any]]:
+    """Return clean and robust accuracy on the first test images (0 for all), by score."""
+    parts = trainer.parts
+    judge = make_judge(attack, seed=derive(trainer.recipe.seed, "evaluation"))
+    loader = parts.loaders["test"]
+    count = min(images or loader.order.count, loader.order.count)
+    found = {}
+    with closing(three_ways(parts.model, trainer.recalibration_images, parts.ema)) as scores:
+        for score in scores:
+            result = judge.run(parts.model, first(count, loader.epoch(0), count), lambda _: signals.check())
+            found[score] = {"clean": result.clean, "robust": result.robust, "images": result.images}
+    return found
+
+
 def robust_table(
     trainer: Trainer, split: str, attack: str, eps: float | None, images: int, title: str, console: Console
 ) -> Table:
-    """Attack the plain, the re-estimated and the averaged model, each with the same random starts.
+    """Return a table of clean and robust accuracy by score, and show a progress bar meanwhile.
 
-    Of several processes each attacks its share of the images, from starts of its own.
-    eps: the attack's radius, or None for its own. images: how many of the split's; 0 is all. A robust accuracy that
-    is likely too high, because gradients are masked, is marked with "!"; the warning that comes with it says why.
+    If there are several processes, each attacks its share of the images with its own random starts. A robust accuracy
+    that is probably too high, because gradients are masked, is marked with "!"; a warning gives the reason.
+
+    Args:
+        trainer: The trainer of a run.
+        split: The images to attack.
+        attack: A name in `JUDGES`.
+        eps: The radius; `None` for the attack's default.
+        images: Number of images; 0 for all.
+        title: The first part of the table's title.
+        console: Where the progress bar is shown.
     """
-    parts = trainer.parts
-    world = trainer.world
+    parts, world = trainer.parts, trainer.world
     purpose = ["evaluation"] if world.alone else ["evaluation", str(world.rank)]
     judge = make_judge(attack, eps, derive(trainer.recipe.seed, *purpose))
     loader = parts.loaders[split]
     if 0 < images < world.size:
         raise UserError(f"--images {images}: at least one for each of {world.size} processes")
-    # of the first so many images, those that are this process's
+    # this process's share of the first images
     count = min(len(range(world.rank, images, world.size)) or loader.order.count, loader.order.count)
-    at_once = AT_ONCE if parts.device.type == "cpu" else count
-    results = {}
-    with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
-        for score in three_ways(parts.model, trainer.recalibration_images, parts.ema):
+    at_once = CPU_BATCH if parts.device.type == "cpu" else count
+    rows = []
+    with (
+        Bar(console=console, transient=True, disable=not console.is_terminal) as bar,
+        closing(three_ways(parts.model, trainer.recalibration_images, parts.ema)) as scores,
+    ):
+        for score in scores:
             task = bar.add_task(f"{attack}, {score}", total=count)
 
             def advance(result: RobustResult, task: TaskID = task) -> None:
                 bar.update(task, completed=result.images)
 
-            found = judge.run(parts.model, first(count, loader.epoch(0), at_once), advance)
-            results[score] = of_all(found, world)
-    rows = [[score, percent(r.clean), _marked(r), str(r.images)] for score, r in results.items()]
+            found = _over_processes(judge.run(parts.model, first(count, loader.epoch(0), at_once), advance), world)
+            mark = " !" if found.caution else ""
+            rows.append([score, percent(found.clean), percent(found.robust) + mark, str(found.images)])
     return make_table(["", "clean", "robust", "images"], rows, f"{title}, {attack} within {judge.radius}")
 
 
-def of_all(result: RobustResult, world: World) -> RobustResult:
-    """The result over the images of all processes."""
+def _over_processes(result: RobustResult, world: World) -> RobustResult:
+    """Combine the results of all processes."""
     if world.alone:
         return result
     shares = world.all_gather_object(result)
@@ -108,14 +146,10 @@ def of_all(result: RobustResult, world: World) -> RobustResult:
 
 
 def first(images: int, batches: Iterable[tuple[Tensor, Tensor]], at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first so many images, at most `at_once` in a batch."""
+    """Yield the first images in batches of at most `at_once`."""
     left = images
     for x, y in batches:
         yield from zip(x[:left].split(at_once), y[:left].split(at_once), strict=True)
         left -= len(y)
         if left <= 0:
             return
-
-
-def _marked(result: RobustResult) -> str:
-    return f"{percent(result.robust)} !" if result.caution else percent(result.robust)

@@ -1,11 +1,10 @@
-"""Runs what is missing of a study, and goes on with what was interrupted."""
+"""Run the missing jobs of a study, and continue the interrupted ones."""
 
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,14 @@ import torch
 
 from equipoise.display.tables import percent
 from equipoise.errors import NonFiniteLoss, UserError, one_line
-from equipoise.seeds import derive
-from equipoise.studies.design import Design, same_recipe
-from equipoise.studies.launch import Failure, Launcher, here, together
+from equipoise.studies.design import Design
+from equipoise.studies.launch import Failure, Launcher, here, jobs_on_device
+from equipoise.studies.reading import read_json
+from equipoise.studies.recipe_match import same_recipe
 from equipoise.studies.record import record
 from equipoise.studies.results import result_file, slug, write_result
-from equipoise.studies.robust import first, make_judge
+from equipoise.studies.robust import robust_scores
 from equipoise.training import signals
-from equipoise.training.evaluate import three_ways
 from equipoise.training.measure import MeasureWatcher, measure_trainer
 from equipoise.training.recipe import lay_over, make_recipe
 from equipoise.training.run_folder import RunFolder, read_epochs
@@ -32,31 +31,25 @@ ALONG_FILE = "measure.jsonl"
 
 @dataclass(frozen=True)
 class Job:
-    """One arm with one seed: what to run, where it works, where its result goes.
+    """One arm of a study with one seed.
 
-    beside: runs on its device that were begun by others.
+    Attributes:
+        recipe: The recipe, as plain values.
+        folder: The folder of the run.
+        result: The file of the result.
+        other_jobs: Number of other jobs sharing the device; recorded next to the timings.
     """
 
-    study: str
+    design: Design
     arm: str
     seed: int
     recipe: Mapping[str, Any]
     folder: Path
     result: Path
-    robust: str | None = None
-    attacked: int = 0
-    measure: bool = False
-    measure_every: int = 0
-    beside: int = 0
-
-    @property
-    def judged(self) -> dict[str, Any]:
-        """What is asked about the run beside its recipe."""
-        attacked = self.attacked if self.robust else 0
-        return {"robust": self.robust, "attacked": attacked, "measure": self.measure, "along": self.measure_every}
+    other_jobs: int = 0
 
     def __str__(self) -> str:
-        return f"{self.study}, {self.arm}, seed {self.seed}"
+        return f"{self.design.name}, {self.arm}, seed {self.seed}"
 
 
 def jobs_of(
@@ -66,12 +59,25 @@ def jobs_of(
     only: Sequence[str] = (),
     seeds: Sequence[int] = (),
     data: Path | None = None,
-    beside: int = 0,
+    other_jobs: int = 0,
 ) -> list[Job]:
-    """All jobs of a study, or those of some arms and seeds, seed by seed. data: where the datasets are."""
+    """Return the jobs of a study, seed by seed.
+
+    Args:
+        design: The study.
+        results: The folder of all results.
+        work: The folder of all runs.
+        only: Arms to run; empty for all.
+        seeds: Seeds to run; empty for all.
+        data: The folder of the datasets; `None` for that of the recipes.
+        other_jobs: Number of other jobs sharing the device.
+
+    Raises:
+        UserError: If the study has no such arm or seed.
+    """
     unknown = [seed for seed in seeds if seed not in design.seeds]
     if unknown:
-        raise UserError(f"{design.name} has no seed {unknown[0]}; there is {', '.join(map(str, design.seeds))}")
+        raise UserError(f"{design.name} has no seed {unknown[0]}; choose from {', '.join(map(str, design.seeds))}")
     name = slug(design.name)
     jobs = []
     for seed in seeds or design.seeds:
@@ -80,88 +86,92 @@ def jobs_of(
             if data is not None:
                 raw = lay_over(raw, {"data": {"root": str(data)}})
             path = result_file(results / name, arm, seed)
-            folder = work / name / path.stem
-            judged = (design.robust, design.attacked, design.measure, design.measure_every, beside)
-            jobs.append(Job(design.name, arm, seed, raw, folder, path, *judged))
+            jobs.append(Job(design, arm, seed, raw, work / name / path.stem, path, other_jobs))
     return jobs
 
 
 def run_study(
     design: Design, jobs: Sequence[Job], results: Path, launcher: Launcher = here, say: Callable[[str], None] = print
 ) -> bool:
-    """Run the jobs that have no result yet; whether all have one now. One line is said of each."""
+    """Run the jobs that have no result yet.
+
+    Args:
+        design: The study. It is written to study.json.
+        jobs: The jobs, see `jobs_of`.
+        results: The folder of all results.
+        launcher: Where the jobs run.
+        say: Called with one line about each job.
+
+    Returns:
+        Whether every job has a result now.
+    """
     write_result(results / slug(design.name) / "study.json", design.asked())
-    sound, missing = True, []
+    complete, missing = True, []
     for job in jobs:
         try:
-            if not is_finished(job):
+            if _found(job) is None:
                 missing.append(job)
         except UserError as error:
             say(f"{job}: {error}")
-            sound = False
+            complete = False
     if len(missing) < len(jobs):
         say(f"{design.name}: {len(missing)} of {len(jobs)} to run")
     for job, outcome in launcher(run_job, missing):
         if isinstance(outcome, Failure):
-            say(f"{job}: {outcome.line}{_kept(job, outcome)}")
-            sound = False
-        else:
-            say(f"{job}: {outcome}")
-    return sound
+            complete = False
+            outcome = f"{outcome.line}{_kept(job, outcome)}"
+        say(f"{job}: {outcome}")
+    return complete
 
 
 def run_job(job: Job) -> str:
-    """Train to the end, from wherever it stands, and write the result. A line about it."""
+    """Train to the end, from the last checkpoint if there is one, and write the result. Return a line about it."""
+    design = job.design
     with _trainer(job) as trainer:
-        if is_finished(job):  # by another process, between the look and the claim
+        if _found(job) is not None:  # another process finished it before this one claimed the folder
             return "finished by another process"
-        if job.measure and job.measure_every:
-            trainer.watcher = MeasureWatcher(job.folder / ALONG_FILE, job.measure_every)
+        if design.measure and design.measure_every:
+            trainer.watcher = MeasureWatcher(job.folder / ALONG_FILE, design.measure_every)
+        sharing = jobs_on_device() + job.other_jobs
         try:
             result = trainer.run()
         except NonFiniteLoss as error:
-            return _diverged(job, trainer, error)
+            # a run that diverges would do so again: that is its result
+            why = one_line(str(error).partition(";")[0], 200)  # without the advice
+            write_result(job.result, {**record(design.name, job.arm, trainer, {}, sharing), "diverged": why})
+            return f"diverged: {why}"
         assert trainer.folder is not None
-        trainer.folder.claim()  # the rest belongs to the job, too
-        value = record(job.study, job.arm, trainer, result, together() + job.beside) | {"judged": job.judged}
-        if job.robust is not None:
-            value["robust"] = robust_scores(trainer, job.robust, job.attacked)
-        if job.measure:
-            value["measured"] = measurements(trainer, job.folder / ALONG_FILE)
+        trainer.folder.claim()  # until the result is written
+        value = record(design.name, job.arm, trainer, result, sharing) | {"judged": design.judged}
+        if design.robust is not None:
+            value["robust"] = robust_scores(trainer, design.robust, design.attacked)
+        if design.measure:
+            value["measured"] = _measurements(trainer, job.folder / ALONG_FILE)
         write_result(job.result, value)
         scores = ", ".join(f"{score} {percent(s['accuracy'])}" for score, s in result["test"].items())
         return f"{scores}, {trainer.seconds:.1f} s" + (", learned nothing" if trainer.learned_nothing else "")
 
 
-def _diverged(job: Job, trainer: Trainer, error: NonFiniteLoss) -> str:
-    """A run that diverges would do so again: that is its result, and not to be left out of a comparison."""
-    why = one_line(str(error).partition(";")[0], 200)  # without the advice
-    write_result(job.result, {**record(job.study, job.arm, trainer, {}, together() + job.beside), "diverged": why})
-    return f"diverged: {why}"
-
-
-def is_finished(job: Job) -> bool:
-    """Whether there is a result of this job; one of another recipe is an error, and is never written over."""
-    return _found(job) is not None
-
-
 def _found(job: Job) -> Mapping[str, Any] | None:
+    """Return the result of a job if there is one. A result of another recipe is an error; it is never overwritten."""
     if not job.result.exists():
         return None
     try:
-        found = json.loads(job.result.read_text(encoding="utf-8"))
+        found = read_json(job.result)
         same = found["arm"] == job.arm and found["finished"] is True and same_recipe(job.recipe, found["recipe"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise UserError(f"{job.result} is damaged; remove it to run the arm again") from None
+    except UserError as error:
+        raise UserError(f"{job.result}: {error}") from None
+    except (OSError, LookupError, TypeError, AttributeError):
+        raise UserError(f"{job.result}: it is damaged; remove it and run the study again") from None
     if not same:
-        raise UserError(f"{job.result} is of another recipe; rename the arm, or remove it to run the arm again")
-    if not found.get("diverged") and found.get("judged", job.judged) != job.judged:
-        raise UserError(f"{job.result} was attacked or measured otherwise; remove it to judge the arm again")
-    return dict(found)
+        raise UserError(f"{job.result} is of another recipe; rename the arm, or remove the file to run the arm again")
+    if not found.get("diverged") and found.get("judged", job.design.judged) != job.design.judged:
+        raise UserError(f"{job.result} was attacked or measured differently; remove it and run the study again")
+    return found
 
 
 def state(job: Job) -> str:
-    """How far a job is, in words."""
+    """Describe the progress of a job."""
     try:
         if found := _found(job):
             return f"diverged: {found['diverged']}" if found.get("diverged") else "finished"
@@ -173,9 +183,9 @@ def state(job: Job) -> str:
 
 @contextmanager
 def _trainer(job: Job) -> Iterator[Trainer]:
-    """A trainer that stands where the job was interrupted, or at its start; all it holds is freed afterwards."""
+    """Yield a trainer at the job's last checkpoint or at its start, and free its memory afterwards."""
     if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()  # those of the job before
+        torch.cuda.reset_peak_memory_stats()  # those of the previous job
     trainer = _resumed(job) if (job.folder / "recipe.yaml").is_file() else _fresh(job)
     assert trainer.folder is not None
     try:
@@ -198,44 +208,30 @@ def _resumed(job: Job) -> Trainer:
     folder = RunFolder.open(job.folder)
     raw = folder.recipe()
     if not same_recipe(job.recipe, raw):
-        raise UserError(f"{job.folder} is a run of another recipe; remove it to run the arm again")
+        raise UserError(f"{job.folder} is a run of another recipe; remove the folder to run the arm again")
     data = job.recipe.get("data", {})
     root = {"root": data["root"]} if isinstance(data, Mapping) and "root" in data else {}
-    recipe = make_recipe(lay_over(raw, {"data": root}))  # the data may lie elsewhere by now
+    recipe = make_recipe(lay_over(raw, {"data": root}))  # the data may have moved
     folder.store.keep = recipe.checkpoint.keep
     return resume(folder, recipe)
 
 
 def _free(trainer: Trainer) -> None:
-    """Give memory back before the next job: graphs, compiled code that is bound to this model, cached blocks.
+    """Free graphs, compiled code that is bound to this model, and cached blocks.
 
     Compiled kernels stay in the compiler's cache on disk, and measured convolutions in this process.
     """
     if trainer.parts.engine.captures:
-        torch.compiler.reset()  # else the next models would count as recompilations, of which there may be few
-    vars(trainer).clear()  # whoever still holds the trainer holds nothing
+        torch.compiler.reset()  # else the next models count as recompilations, whose number is limited
+    vars(trainer).clear()  # in case something still refers to the trainer
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
-def robust_scores(trainer: Trainer, attack: str, images: int) -> dict[str, dict[str, Any]]:
-    """Clean and robust accuracy on the first test images (0 is all), three ways, from the same random starts."""
-    parts = trainer.parts
-    judge = make_judge(attack, seed=derive(trainer.recipe.seed, "evaluation"))
-    loader = parts.loaders["test"]
-    count = min(images or loader.order.count, loader.order.count)
-    scores = {}
-    with closing(three_ways(parts.model, trainer.recalibration_images, parts.ema)) as ways:
-        for score in ways:
-            found = judge.run(parts.model, first(count, loader.epoch(0), count), lambda _: signals.check())
-            scores[score] = {"clean": found.clean, "robust": found.robust, "images": found.images}
-    return scores
-
-
-def measurements(trainer: Trainer, along: Path) -> dict[str, Any]:
-    """Gradient variance, correlation and coefficients at the final weights, and epoch by epoch where there are."""
-    every = len(trainer.parts.train)  # all batches, as the paper: a mean has no noise then
+def _measurements(trainer: Trainer, along: Path) -> dict[str, Any]:
+    """Measure gradients at the final weights, and add what was measured during training."""
+    every = len(trainer.parts.train)  # all batches, as in the paper: the mean gradient has no noise then
     found = measure_trainer(trainer, every, on_batch=signals.check)
     if along.is_file():
         found["along"] = [
@@ -245,7 +241,7 @@ def measurements(trainer: Trainer, along: Path) -> dict[str, Any]:
 
 
 def _kept(job: Job, failure: Failure) -> str:
-    """Where a failure that is not about wrong input came from is kept beside the job's folder."""
+    """Write the traceback of a failure next to the job's folder, and return the path in parentheses."""
     if not failure.traceback:
         return ""
     file = job.folder.with_name(f"{job.folder.name}.error.txt")

@@ -13,7 +13,7 @@ from deploy_helpers import forge, random_network
 from equipoise import cli
 from equipoise.deploy import onnx_model, write_packed
 from equipoise.deploy.benchmark import bench, interleaved, using_threads
-from equipoise.display.deploy_tables import report_lines, size
+from equipoise.deploy.benchmark_table import report_lines, size
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The page that sets results beside the paper."""
+"""The page that compares results with the paper."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def put(
         for epoch, accuracy in accuracies.items()
     ]
     environment = {"device": "cpu", "torch": "2", "date": "2026-01-02", "commit": commit}
-    value = {"version": 1, "study": "mvr", "arm": arm, "seed": seed, "finished": True, "epochs": epochs, **more}
+    value = {"version": 2, "study": "mvr", "arm": arm, "seed": seed, "finished": True, "epochs": epochs, **more}
     write_result(result_file(results / "mvr", arm, seed), {**value, "environment": environment})
 
 
 def row(page: str, first: str) -> list[str]:
-    """The cells of the only line of a table that begins so."""
+    """The cells of the only table row with this first cell."""
     lines = [line for line in page.splitlines() if line.startswith(f"| {first} |")]
     assert len(lines) == 1
     return [cell.strip() for cell in lines[0].strip("|").split(" | ")]
 
 
-def test_without_results_everything_is_there_and_not_run(tmp_path: Path) -> None:
+def test_without_results_everything_is_listed_as_not_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none is not a folder"):
         write_page(tmp_path / "none", tmp_path / "docs/page.md")
     (tmp_path / "none").mkdir()
@@ -81,7 +81,7 @@ def test_verdicts_and_numbers(tmp_path: Path) -> None:
     assert row(page, "Table 1 TRADES")[-1].startswith("not run")
 
 
-def test_an_arm_that_diverged_is_named_and_loses(tmp_path: Path) -> None:
+def test_an_arm_that_diverged_is_reported_and_loses(tmp_path: Path) -> None:
     results = tmp_path / "results"
     put(results, "MVR", 0, {}, diverged="the loss is nan at batch 3 of epoch 1")
     put(results, "AGENT+MVR", 0, {20: 0.6, 40: 0.7}, commit="fedcba9876543210+changes")
@@ -95,7 +95,7 @@ def test_an_arm_that_diverged_is_named_and_loses(tmp_path: Path) -> None:
     assert "| MVR | accuracy, epoch 20 | 62.6 % | diverged |" in page
 
 
-def test_a_run_that_learned_nothing_is_named(tmp_path: Path) -> None:
+def test_a_run_that_learned_nothing_is_reported(tmp_path: Path) -> None:
     results = tmp_path / "results"
     for arm, last in (("MVR", 2.3), ("AGENT+MVR", 1.1)):
         put(results, arm, 0, dict.fromkeys((10, 20, 25, 30, 40), 0.1))
@@ -129,11 +129,11 @@ def test_the_verdict_on_a_table_is_over_its_claims(tmp_path: Path, gains: tuple[
     assert row(page, "Control: AGENT with MVR is better than plain SGD after 40 epochs")[-1] == "does not hold"
     studies = {s.name: with_results(read_study("mvr"), s, []) for s in read_results(results).studies}
     assert summary(Item(item="x", claims="y", studies=["mvr"]), studies) == verdict
-    if verdict.startswith("**holds** "):  # of Table 5 less than half was run
+    if verdict.startswith("**holds** "):  # less than half of Table 5 was run
         assert row(page, "Table 5")[-1].startswith("**holds in part** (2 of 2 claims hold, one seed, 8 not run)")
 
 
-def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_unusable_results_are_reported(tmp_path: Path) -> None:
     results = tmp_path / "results"
     write_result(results / "mvr/study.json", read_study("mvr").asked())
     for seed in (0, 1):
@@ -143,7 +143,7 @@ def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:
     (results / "mvr/mvr-seed1.json").write_text("{")
     told = write_page(results, tmp_path / "page.md")
     assert [line.partition(": ")[2] for line in told] == [
-        "left out: not JSON, perhaps written by half",
+        "left out: it is damaged (not JSON); remove it and run the study again",
         "left out: of another recipe",
         "left out: of another recipe",
     ]

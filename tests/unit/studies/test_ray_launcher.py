@@ -14,7 +14,7 @@ import pytest
 from equipoise.cli import main
 from equipoise.cli.studies import resources
 from equipoise.errors import UserError
-from equipoise.studies.design import read_study
+from equipoise.studies.design import Design, read_study
 from equipoise.studies.launch import Failure
 from equipoise.studies.ray_launcher import on_ray
 from equipoise.studies.runner import Job, jobs_of, run_study
@@ -27,7 +27,7 @@ class Lost(Exception):
 
 
 class FakeRay(SimpleNamespace):
-    """Ray's few functions that the launcher uses: tasks run when they are asked for, the last one first."""
+    """The functions of Ray that the launcher uses. A task runs when its result is requested, the last one first."""
 
     def __init__(self, gpus: float = 0, lost: str = "") -> None:
         super().__init__(asked=[], said=[], gpus=gpus, lost=lost, exceptions=SimpleNamespace(RayError=Lost))
@@ -117,8 +117,8 @@ def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPat
         ({"data": {"name": "folder", "workers": 3}}, False, (4, 0.0)),
     ],
 )
-def test_a_job_asks_for_what_its_recipe_needs(changes: dict[str, Any], has_gpus: bool, asked: Any) -> None:
-    job = Job("s", "a", 0, tiny(**changes), Path("f"), Path("r"))
+def test_a_job_requests_the_resources_of_its_recipe(changes: dict[str, Any], has_gpus: bool, asked: Any) -> None:
+    job = Job(Design(name="s", title="S", arms={"a": {}}), "a", 0, tiny(**changes), Path("f"), Path("r"))
     assert tuple(resources(job, has_gpus).values()) == asked
 
 
@@ -134,7 +134,7 @@ def test_a_wrong_launcher_is_one_line(words: list[str], told: str, capsys: pytes
 
 
 @pytest.mark.slow
-def test_ray_comes_to_the_same_results(tmp_path: Path) -> None:
+def test_ray_gives_the_same_results(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     source = write_study(tmp_path)
     design = read_study(source)

@@ -1,4 +1,4 @@
-"""Which code a result says it is of."""
+"""The commit that a result records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout that holds package/study/record.py and a file beside the package."""
+    """A checkout that holds package/study/record.py and a file outside the package."""
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     file = tmp_path / "package/study/record.py"
     file.parent.mkdir(parents=True)
@@ -35,7 +35,7 @@ def test_the_commit_of_the_checkout(file: Path, tmp_path: Path) -> None:
     assert commit(file) == head
     (tmp_path / "notes").write_text("b\n")
     (file.parent / "new.py").write_text("")
-    assert commit(file) == head, "neither a text beside the package nor a file that nobody added is its code"
+    assert commit(file) == head, "files outside the package and untracked files are not its code"
     (tmp_path / "package/other.py").write_text("")
     git(tmp_path, "add", "package/other.py")
     assert commit(file) == f"{head}+changes"
@@ -45,14 +45,14 @@ def test_the_commit_of_the_checkout(file: Path, tmp_path: Path) -> None:
     assert commit(file) == f"{git(tmp_path, 'rev-parse', 'HEAD')}+changes"
 
 
-def test_code_installed_within_the_checkout_of_others_has_no_commit(file: Path, tmp_path: Path) -> None:
+def test_code_installed_in_the_checkout_of_another_project_has_no_commit(file: Path, tmp_path: Path) -> None:
     installed = tmp_path / ".venv/lib/equipoise/study/record.py"
     installed.parent.mkdir(parents=True)
     installed.write_text("x = 1\n")
     assert commit(installed) is None
 
 
-def test_no_checkout_and_a_name_from_outside(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_checkout_and_the_variable_git_commit(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert commit(Path("/nowhere/at/all.py")) is None
     monkeypatch.setenv("GIT_COMMIT", "abc")
     assert commit(file) == "abc"

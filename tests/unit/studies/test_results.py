@@ -1,26 +1,17 @@
-"""Results of studies: written whole, read with tolerance."""
+"""Result files: strict JSON, whole or not at all, under names that are safe as paths."""
 
-import copy
 import json
 import os
 import re
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.errors import UserError
-from equipoise.report import make_page
-from equipoise.studies.metrics import MEASURED, METRICS
-from equipoise.studies.reading import read_results
 from equipoise.studies.results import result_file, slug, write_result
-from equipoise.training.run_folder import RunFolder
-from study_helpers import line, result_json, write_study
-
-# Writing
+from study_helpers import result_json
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -34,7 +25,7 @@ def test_floats_keep_six_significant_digits(tmp_path_factory: pytest.TempPathFac
     assert len(Decimal(repr(found)).normalize().as_tuple().digits) <= 6
 
 
-def test_a_file_is_strict_json_with_a_line_an_epoch(tmp_path: Path) -> None:
+def test_a_file_is_strict_json_with_one_line_per_epoch(tmp_path: Path) -> None:
     value = result_json()
     value["epochs"][0]["train_loss"] = float("nan")
     write_result(tmp_path / "deep" / "r.json", value)
@@ -45,7 +36,7 @@ def test_a_file_is_strict_json_with_a_line_an_epoch(tmp_path: Path) -> None:
     assert sum('"epoch": ' in row and '"learning_rate"' in row for row in text.splitlines()) == len(value["epochs"])
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_result(tmp_path / "r.json", {"a": 1})
 
     def fail(*_: object) -> None:
@@ -63,12 +54,12 @@ def normal(name: str) -> str:
 
 
 @given(st.text(), st.text())
-def test_a_name_becomes_a_plain_file_name_and_two_names_two(first: str, second: str) -> None:
+def test_different_names_become_different_plain_file_names(first: str, second: str) -> None:
     assert re.fullmatch(r"[a-z0-9-]+", slug(first))
     assert (slug(first) == slug(second)) <= (normal(first) == normal(second))
 
 
-def test_names_never_lead_elsewhere(tmp_path: Path) -> None:
+def test_file_names_stay_in_their_folder(tmp_path: Path) -> None:
     assert slug("SGD") == "sgd"
     assert slug("SET ITOP_99") == "set-itop-99"
     for name in ("../../etc/passwd", "/root", "..", "", "a" * 500, "\ud800"):
@@ -76,249 +67,7 @@ def test_names_never_lead_elsewhere(tmp_path: Path) -> None:
         assert len(result_file(tmp_path, name, 0).name) < 100
 
 
-# Reading
-
-
-def test_results_that_cannot_be_meant_are_named(tmp_path: Path) -> None:
-    folder = write_study(tmp_path / "s", ["SGD"])
-    sound = result_json("SGD", 0)
-    wrong: dict[int, dict[str, Any]] = {
-        2: {"recipe": {**sound["recipe"], "epochs": 9, "seed": 2}},
-        3: {"recipe": {**sound["recipe"], "model": "mlp", "seed": 3}},
-        4: {"epochs": [{**e, "scores": {"plain": {"accuracy": 100 * 0.1}}} for e in sound["epochs"]]},
-    }
-    for seed, change in wrong.items():
-        write_result(result_file(folder, "SGD", seed), {**sound, "seed": seed, **change})
-    reading = read_results(folder)
-    assert [result.seed for result in reading.studies[0].results["SGD"]] == [0, 1]
-    for text in (
-        "seed2.json: left out: its last epoch is 6 of 9",
-        "seed3.json: left out: its recipe is not that of seed 0: model",
-        "seed4.json: left out: it has no finished epoch",
-    ):
-        assert any(text in line for line in reading.problems), text
-    other = [{**e, "split": "validation"} for e in sound["epochs"]]
-    write_result(result_file(folder, "SGD", 1), {**sound, "seed": 1, "epochs": other})
-    assert any("of test and validation images stand beside" in line for line in read_results(folder).problems)
-    (folder / "study.json").write_text('{"version": 2}')
-    assert [result.seed for result in read_results(folder).studies[0].results["SGD"]] == [0, 1]
-
-
-def test_seeds_may_have_run_elsewhere_and_in_a_way_of_the_same_estimate(tmp_path: Path) -> None:
-    folder = write_study(tmp_path / "s", ["AGENT"])
-    changes: list[dict[str, Any]] = [
-        {"correction": "agent"},
-        {"correction": {"name": "agent", "mode": "replay"}, "storage": "packed"},
-        {"correction": {"name": "agent", "mode": "recompute"}},
-        {"correction": {"name": "agent", "mode": "running"}},
-    ]
-    for seed, change in enumerate(changes):
-        value = result_json("AGENT", seed)
-        write_result(result_file(folder, "AGENT", seed), {**value, "recipe": {**value["recipe"], **change}})
-    reading = read_results(folder)
-    assert [result.seed for result in reading.studies[0].results["AGENT"]] == [0, 1, 2]
-    (problem,) = reading.problems
-    assert problem.endswith("agent-seed3.json: left out: its recipe is not that of seed 0: correction")
-
-
-def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
-    write_study(tmp_path / "results" / "s")
-    reading = read_results(tmp_path / "results")
-    assert reading.problems == ()
-    (study,) = reading.studies
-    assert (study.name, study.title, study.about) == ("s", "A study", "About.")
-    assert {arm: [r.seed for r in results] for arm, results in study.results.items()} == {
-        "SGD": [0, 1],
-        "AGENT": [0, 1],
-    }
-    agent = study.results["AGENT"][1]
-    assert [e.scores["plain"] for e in agent.epochs] == pytest.approx([0.1 * i + 0.021 for i in range(1, 7)])
-    assert agent.epochs[2].passes == {"forward": 30, "backward": 30}
-    assert agent.epochs[2].correction == {"c": 0.5, "weight": 0.05}
-    assert agent.layers == {"fc": (100, 5), "head": (10, 10)}
-    assert agent.robust["plain"]["robust"] == 0.3
-    assert agent.test == {"plain": 0.6}
-    assert agent.measured["variance"] == 2.0
-    found = {name: METRICS[name](agent, None, "plain", None) for name in MEASURED}
-    assert found == {
-        "variance": 2.0,
-        "correlation": 0.7,
-        "variance-everywhere": 5.0,
-        "correlation-everywhere": 0.2,
-        "variance-perturbed": None,
-        "relative-variance": None,
-    }
-    assert [e.measured.get("correlation") for e in agent.epochs] == [None, 0.9, None, None, None, None]
-    assert (study.claims[0].better, study.claims[0].at, study.claims[0].score) == ("AGENT", 3, "plain")
-    assert study.paper[0].value == 0.35
-    assert read_results(tmp_path / "results" / "s") == reading
-
-
-WRONG = {
-    "half": (lambda value: json.dumps(value)[:200], "perhaps written by half"),
-    "empty": (lambda value: "", "perhaps written by half"),
-    "list": (lambda value: "[1]", "not a JSON object"),
-    "nan": (lambda value: '{"version": 1, "seed": NaN}', "perhaps written by half"),
-    "deep": (lambda value: "[" * 100_000, "perhaps written by half"),
-    "version": (lambda value: json.dumps(value | {"version": 2}), "version 2, where 1 can be read"),
-    "unfinished": (lambda value: json.dumps(value | {"finished": False}), "it is not finished"),
-    "seed": (lambda value: json.dumps(value | {"seed": "0"}), "which arm and seed"),
-    "study": (lambda value: json.dumps(value | {"study": "t"}), "it is of another study, t"),
-    "epochs": (lambda value: json.dumps(value | {"epochs": None}), "it has no epochs"),
-    "none": (lambda value: json.dumps(value | {"epochs": []}), "it has no finished epoch"),
-    "twice": (lambda value: json.dumps(value | {"seed": 0}), "seed 0 of SGD has been read from another file"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_file_that_cannot_be_used_is_named_and_the_rest_is_read(tmp_path: Path, kind: str) -> None:
-    folder = write_study(tmp_path / "s")
-    make, why = WRONG[kind]
-    (folder / "zzz.json").write_text(make(result_json(seed=7)))
-    reading = read_results(folder)
-    (problem,) = reading.problems
-    assert "zzz.json: left out: " in problem
-    assert why in problem
-    assert {arm: len(results) for arm, results in reading.studies[0].results.items()} == {"SGD": 2, "AGENT": 2}
-
-
-def test_binary_rubbish_and_missing_arms_are_named(tmp_path: Path) -> None:
-    folder = write_study(tmp_path / "s", arms=["SGD", "AGENT"])
-    asked = json.loads((folder / "study.json").read_text())
-    write_result(folder / "study.json", asked | {"arms": {"SGD": {}, "AGENT": {}, "SAGA": {}}})
-    (folder / "zzz.json").write_bytes(b"\xff\xfe\x00")
-    assert [p.replace(str(folder), "s") for p in read_results(folder).problems] == [
-        "s/zzz.json: left out: not JSON, perhaps written by half",
-        "s: no finished seed of SAGA",
-    ]
-
-
-def test_an_epoch_of_wrong_types_is_left_out_alone(tmp_path: Path) -> None:
-    folder = write_study(tmp_path / "s")
-    value = result_json(seed=5)
-    value["epochs"][1]["epoch"] = "two"
-    value["epochs"][3] = None
-    value["epochs"][4]["scores"]["plain"]["accuracy"] = "high"
-    write_result(folder / "sgd-seed5.json", value)
-    reading = read_results(folder)
-    (problem,) = reading.problems
-    assert problem.endswith("sgd-seed5.json: 2 of 6 epochs left out, not as a run writes them: 2, 4")
-    epochs = reading.studies[0].results["SGD"][-1].epochs
-    assert [e.epoch for e in epochs] == [1, 3, 5, 6]
-    assert "plain" not in epochs[2].scores
-
-
-def test_bad_claims_are_named_and_results_without_a_study_are_shown(tmp_path: Path) -> None:
-    claims = [{"better": "AGENT"}, "AGENT", {"better": "AGENT", "than": "SGD", "at": "end"}]
-    folder = write_study(tmp_path / "s", claims=claims, paper={"a": 1})
-    reading = read_results(folder)
-    ends = [problem.rpartition("study.json: ")[2] for problem in reading.problems]
-    assert ends == [
-        "claim 1: left out: `than` is missing",
-        "claim 2: left out: `better` is missing",
-        "claim 3: left out: `at` is not an epoch",
-        "paper: left out: not a list",
-    ]
-    (folder / "study.json").unlink()
-    reading = read_results(folder)
-    assert "has no study.json" in reading.problems[0]
-    assert set(reading.studies[0].results) == {"SGD", "AGENT"}
-
-
-def test_a_run_is_a_study_of_one_arm(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", {"epochs": 3, "seed": 4})
-    for i in (1, 2):
-        folder.append(line(i, 0.2 * i))
-    with open(folder.metrics_file, "a") as file:
-        file.write('{"epoch": 3, "sco')
-    reading = read_results(tmp_path / "run")
-    assert [problem.replace(str(tmp_path), "") for problem in reading.problems] == [
-        "/run: not finished: it is shown as far as it is",
-        "/run/metrics.jsonl: 1 of 3 epochs left out, not as a run writes them: 3",
-    ]
-    ((found,),) = reading.studies[0].results.values()
-    assert (found.arm, found.seed, found.finished) == ("run", 4, False)
-    assert [e.scores["ema"] for e in found.epochs] == [0.2, 0.4]
-    folder.finish({"version": 1, "test": {"plain": {"accuracy": 0.4}}})
-    ((found,),) = read_results(tmp_path / "run").studies[0].results.values()
-    assert found.finished
-    assert found.test == {"plain": 0.4}
-
-
-@pytest.mark.parametrize(
-    ("environment", "startup_seconds", "kept"),
-    [
-        ({"device": "cpu"}, None, True),
-        ({"device": "cpu", "jobs_on_device": 1}, None, True),
-        ({"device": "cpu", "jobs_on_device": 2}, 0.0, False),
-        ({"device": "cpu", "jobs_on_device": "many"}, None, True),
-        ({"device": "NVIDIA X"}, None, False),  # a run of old, whose seconds hold its start-up
-        ({"device": "NVIDIA X"}, 9.0, True),
-        ({"device": "NVIDIA X", "jobs_on_device": 2}, 9.0, False),
-    ],
-)
-def test_seconds_that_cannot_be_compared_are_left_out(
-    tmp_path: Path, environment: dict[str, object], start_up: float | None, kept: bool
-) -> None:
-    value = {**result_json(), "environment": environment}
-    for entry in value["epochs"]:
-        entry |= {} if start_up is None else {"startup_seconds": start_up}
-    write_study(tmp_path / "s", arms=["SGD"])
-    write_result(result_file(tmp_path / "s", "SGD", 0), value)
-    (study,) = read_results(tmp_path).studies
-    changed, other = study.results["SGD"]
-    assert other.epochs[-1].seconds == 12.0
-    assert changed.epochs[-1].seconds == (12.0 if kept else None)
-    assert changed.epochs[-1].passes == other.epochs[-1].passes
-
-
-def test_a_run_without_an_epoch_and_a_folder_of_nothing_are_named(tmp_path: Path) -> None:
-    RunFolder.create(tmp_path / "run", {"epochs": 3})
-    assert read_results(tmp_path).studies == ()
-    assert "no metrics.jsonl yet" in read_results(tmp_path).problems[-1]
-    (tmp_path / "empty").mkdir()
-    assert "holds no results" in read_results(tmp_path / "empty").problems[0]
-    with pytest.raises(UserError, match="is not a folder"):
-        read_results(tmp_path / "elsewhere")
-
-
-def places(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else []
-    return [path, *(p for key, item in items for p in places(item, (*path, key)))]
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([-1, 0, 1e300, 2**80]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=4,
-)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_whatever_stands_in_a_file_the_page_is_made(tmp_path: Path, data: st.DataObject) -> None:
-    folder = tmp_path / "s"
-    if not folder.exists():
-        write_study(folder)
-    name = data.draw(st.sampled_from(["study.json", "agent-seed1.json"]))
-    sound = (folder / name).read_text()
-    value = {"root": json.loads(sound)}
-    *score, last = data.draw(st.sampled_from([p for p in places(value) if p]))
-    part = broken = copy.deepcopy(value)
-    for key in score:
-        part = part[key]  # type: ignore[index]
-    part[last] = data.draw(JSON)  # type: ignore[index]
-    try:
-        (folder / name).write_text(json.dumps(broken["root"]))
-        reading = read_results(folder)
-        assert len(reading.studies) == 1
-        assert "\n" not in "".join(reading.problems)
-        make_page(reading, "s").encode("utf-8", "replace")
-    finally:
-        (folder / name).write_text(sound)
-
-
-def test_a_file_that_says_the_same_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_with_the_same_content_is_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "study.json"
     write_result(file, {"version": 1, "name": "a"})
     before = file.stat().st_ino

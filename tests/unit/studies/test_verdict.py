@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.studies.compare import values_of
-from equipoise.studies.results import Claim, Result, Study
-from equipoise.studies.verdict import judge, reduction, surely
+from equipoise.studies.results import Claim, Question, Result, Study
+from equipoise.studies.verdict import count_significant, judge, reduction
 from study_helpers import result, study
 
 PAIRS = st.tuples(st.floats(0, 1, allow_subnormal=False), st.floats(0, 1, allow_subnormal=False))
@@ -20,12 +20,12 @@ def judged(better: list[float], than: list[float], name: str = "accuracy", **opt
     arms = [result("B", i, [0.1, v]) for i, v in enumerate(better)] + [
         result("T", i, [0.1, v]) for i, v in enumerate(than)
     ]
-    return judge(study(*arms), Claim("", "B", "T", name, **options))  # type: ignore[arg-type]
+    return judge(study(*arms), Claim("", "B", "T", metric=name, **options))  # type: ignore[arg-type]
 
 
 @settings(deadline=None)  # the first call imports scipy
 @given(st.lists(PAIRS, min_size=1, max_size=5))
-def test_a_claim_holds_in_every_seed_in_part_in_the_mean_or_not(pairs: list[tuple[float, float]]) -> None:
+def test_a_claim_holds_if_every_seed_agrees_and_in_part_if_the_mean_does(pairs: list[tuple[float, float]]) -> None:
     verdict = judged([a for a, _ in pairs], [b for _, b in pairs])
     gains = [a - b for a, b in pairs]
     if abs(sum(gains)) < 1e-9:
@@ -35,36 +35,36 @@ def test_a_claim_holds_in_every_seed_in_part_in_the_mean_or_not(pairs: list[tupl
     assert verdict.gain.mean == pytest.approx(np.mean(gains))  # type: ignore[attr-defined]
 
 
-def test_where_less_is_better_the_sign_turns() -> None:
+def test_the_sign_is_reversed_if_lower_is_better() -> None:
     slow, fast = [0.1] * 9 + [0.5], [0.1] * 4 + [0.5] * 6
     arms = [result("fast", 0, fast), result("slow", 0, slow), result("never", 0, [0.1] * 10)]
-    claim = Claim("", "fast", "slow", "epochs-to", threshold=0.5)
+    claim = Claim("", "fast", "slow", metric="epochs-to", threshold=0.5)
     verdict = judge(study(*arms), claim)
     assert (verdict.word, verdict.gain.mean, verdict.reduction) == ("holds", 5, 50)  # type: ignore[union-attr]
-    assert judge(study(*arms), Claim("", "slow", "fast", "epochs-to", threshold=0.5)).word == "does not hold"
-    assert judge(study(*arms), Claim("", "slow", "never", "epochs-to", threshold=0.5)).word == "holds"
-    assert judge(study(*arms), Claim("", "never", "slow", "epochs-to", threshold=0.5)).word == "does not hold"
-    assert judge(study(*arms), Claim("", "never", "never", "epochs-to", threshold=0.5)).word == "does not hold"
+    assert judge(study(*arms), Claim("", "slow", "fast", metric="epochs-to", threshold=0.5)).word == "does not hold"
+    assert judge(study(*arms), Claim("", "slow", "never", metric="epochs-to", threshold=0.5)).word == "holds"
+    assert judge(study(*arms), Claim("", "never", "slow", metric="epochs-to", threshold=0.5)).word == "does not hold"
+    assert judge(study(*arms), Claim("", "never", "never", metric="epochs-to", threshold=0.5)).word == "does not hold"
 
 
-def test_what_is_told_from_chance_holds_with_a_small_p() -> None:
+def test_significant_claims_hold_with_a_small_p() -> None:
     sure, lucky, alone = ([0.5, 0.51, 0.52], [0.4, 0.41, 0.421]), ([0.5, 0.9], [0.4, 0.41]), ([0.5], [0.1])
     worse = ([0.4, 0.401, 0.4], [0.401, 0.402, 0.401])  # by 0.001, every time
     verdicts = [judged(*sure), judged(*lucky), judged(*alone), judged(*worse, margin=0.002), judged(sure[1], sure[0])]
     assert [v.word for v in verdicts] == ["holds"] * 4 + ["does not hold"]  # type: ignore[attr-defined]
-    assert surely(verdicts) == 1  # type: ignore[arg-type]
-    assert surely(verdicts[1:]) == 0  # type: ignore[arg-type]
+    assert count_significant(verdicts) == 1  # type: ignore[arg-type]
+    assert count_significant(verdicts[1:]) == 0  # type: ignore[arg-type]
 
 
-def test_what_was_not_run_says_why() -> None:
+def test_a_claim_that_was_not_run_has_a_reason() -> None:
     arms = [result("B", 0, [0.1]), result("T", 1, [0.2])]
     for claim, why in (
         (Claim("", "B", "X"), "X has no finished seed"),
         (Claim("", "B", "T"), "B and T have no seed in common"),
-        (Claim("", "B", "T", "beauty"), "no metric is called beauty"),
-        (Claim("", "B", "T", "robust"), "B has no robust"),
+        (Claim("", "B", "T", metric="beauty"), "no metric is called beauty"),
+        (Claim("", "B", "T", metric="robust"), "B has no robust"),
         (Claim("", "B", "T", at=9), "B has no accuracy at epoch 9"),
-        (Claim("", "B", "T", "epochs-to"), "B has no epochs-to without a threshold"),
+        (Claim("", "B", "T", metric="epochs-to"), "B has no epochs-to without a threshold"),
     ):
         verdict = judge(study(*arms), claim)
         assert (verdict.word, verdict.why) == ("not run", why)
@@ -75,7 +75,7 @@ def test_only_seeds_that_both_have_are_paired() -> None:
     verdict = judge(study(*arms), Claim("", "B", "T"))
     assert verdict.word == "holds"
     assert (verdict.gain.count, verdict.better.mean) == (1, 0.3)  # type: ignore[union-attr]
-    assert values_of(study(*arms).results["B"], "accuracy") == {0: 0.3, 1: 0.9}
+    assert values_of(study(*arms).results["B"], Question()) == {0: 0.3, 1: 0.9}
 
 
 def test_reduction_is_the_mean_of_the_pairs() -> None:
@@ -88,7 +88,7 @@ def test_reduction_is_the_mean_of_the_pairs() -> None:
 @pytest.mark.parametrize(
     ("better", "word"),
     [
-        ([0.498, 0.6], "holds"),  # 0.002 worse, as far as it may be, and better
+        ([0.498, 0.6], "holds"),  # 0.002 worse, the whole margin, and better
         ([0.497, 0.503], "holds in part"),
         ([0.497, 0.4985], "does not hold"),
     ],
@@ -116,14 +116,14 @@ def with_lost(*results: Result) -> Study:
 def test_a_run_that_diverged_is_worse_than_one_that_did_not() -> None:
     found = with_lost(result("B", 0, [0.1, 0.1]), lost("T", 0, [0.9]))
     for metric, threshold in (("accuracy", None), ("epochs-to", 0.05)):
-        verdict = judge(found, Claim("", "B", "T", metric, threshold=threshold))
+        verdict = judge(found, Claim("", "B", "T", metric=metric, threshold=threshold))
         assert (verdict.word, verdict.why) == ("holds", "T diverged (seed 0)")
         assert (verdict.better, verdict.than, verdict.gain, verdict.p) == (None, None, None, None)
-        verdict = judge(found, Claim("", "T", "B", metric, threshold=threshold))
+        verdict = judge(found, Claim("", "T", "B", metric=metric, threshold=threshold))
         assert (verdict.word, verdict.why) == ("does not hold", "T diverged (seed 0)")
 
 
-def test_as_long_as_it_lasted_it_counts_as_others_do() -> None:
+def test_a_run_that_diverged_later_counts_as_others_do() -> None:
     found = with_lost(result("B", 0, [0.3, 0.4]), lost("T", 0, [0.9]))
     verdict = judge(found, Claim("", "B", "T", at=1))
     assert (verdict.word, verdict.why) == ("does not hold", "")
@@ -131,7 +131,7 @@ def test_as_long_as_it_lasted_it_counts_as_others_do() -> None:
     assert judge(found, Claim("", "B", "T", at=2)).word == "holds"
 
 
-def test_numbers_are_of_the_seeds_that_came_to_an_end() -> None:
+def test_numbers_are_of_the_seeds_that_did_not_diverge() -> None:
     found = with_lost(result("B", 0, [0.3]), result("B", 1, [0.5]), result("T", 0, [0.2]), lost("T", 1, []))
     verdict = judge(found, Claim("", "B", "T"))
     assert (verdict.word, verdict.why) == ("holds", "T diverged (seed 1)")
@@ -146,9 +146,9 @@ def test_arms_that_both_diverged_do_not_differ() -> None:
     assert (verdict.word, verdict.why) == ("does not hold", "B diverged (seed 0); T diverged (seed 0)")
 
 
-def test_what_is_measured_at_the_end_is_unknown_of_a_run_that_diverged() -> None:
+def test_measurements_at_the_end_are_unknown_for_a_run_that_diverged() -> None:
     found = with_lost(replace(result("B", 0, [0.3]), measured={"variance": 1.0}), lost("T", 0, [0.2]))
-    assert judge(found, Claim("", "B", "T", "variance")).why == "T has no variance"
+    assert judge(found, Claim("", "B", "T", metric="variance")).why == "T has no variance"
 
 
 # Runs that learned nothing

@@ -1,4 +1,4 @@
-"""The small non-convex problem as a picture: AGENT, SVRG and SGD, and what the bounds allow them."""
+"""A figure of AGENT, SVRG and SGD on a small non-convex problem, with the bounds of the theory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from equipoise.analysis.descent import Array, Trajectory
 from equipoise.display.figures import COLOURS
 from equipoise.errors import UserError
 
-# the thick ones first: where the methods do not differ, all are still seen
+# thick lines first, so that curves that coincide are all visible
 WIDTHS = {"SGD": 5.0, "AGENT": 2.5, "SVRG": 1.2}
 LOOKS = dict(zip(WIDTHS, (COLOURS[3], COLOURS[0], COLOURS[1]), strict=True))
-LEAST = 1e-10  # SVRG goes on to the rounding error
+LEAST = 1e-10  # SVRG converges to the rounding error
 
 
 def draw_descent(paths: Mapping[str, Trajectory], file: Path) -> None:
-    """Mean squared gradient so far by steps, with the bounds on it; and that of each epoch by what it has cost."""
+    """Draw the squared norm of the full gradient: its running mean with the bounds, and by epoch over cost."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -56,6 +56,6 @@ def _style(axis: Any, label: str) -> None:
 
 
 def by_epoch(average: Array) -> Array:
-    """From the means over all epochs so far to that of each: the last one's steps taken out."""
+    """Convert running means over epochs to the mean of each epoch."""
     epochs = np.arange(1, len(average) + 1)
     return np.diff(epochs * average, prepend=0.0)
