@@ -178,6 +178,21 @@ class Correction:
 
     # Step
 
+    @property
+    def corrects_next_step(self) -> bool:
+        """Whether `backward` will correct the next step."""
+        return self.enabled and due(self.steps_since_refresh, self.estimator.step_fraction)
+
+    def count_step(self, passes: int = 0) -> None:
+        """Count a step.
+
+        Args:
+            passes: Its forward and backward passes, if an engine ran them without `backward`.
+        """
+        self.steps += 1
+        self.steps_since_refresh += 1
+        self.runner.count(passes)
+
     def backward(self, loss_fn: LossFunction, *batch: Any, scale: float = 1.0, index: int | None = None) -> Tensor:
         """Add the corrected gradient of a batch to `.grad` and return the loss.
 
@@ -191,7 +206,7 @@ class Correction:
         """
         if scale < 1 and self.estimator.mode == "previous":
             raise UserError(f"scale={scale}: MVR needs the whole batch of a step at once, without micro-batches")
-        if not (self.enabled and due(self.steps_since_refresh, self.estimator.step_fraction)):
+        if not self.corrects_next_step:
             loss = self.runner.backward(loss_fn, batch, scale)
             (loss,) = self.runner.all_reduce_mean(loss)
         elif self._training is not None and self._training != self.model.training:
@@ -199,8 +214,7 @@ class Correction:
             raise UserError(f"refresh ran in {mode} mode and this step does not; call model.train() before both")
         else:
             loss = self._step.backward(loss_fn, batch, scale, index, self.weight)
-        self.steps += 1
-        self.steps_since_refresh += 1
+        self.count_step()
         return loss
 
     # Report and state

@@ -60,17 +60,18 @@ class Runner:
     def _differentiate(
         self, loss_fn: LossFunction, batch: Batch, vector: ActiveVector, at_snapshot: bool
     ) -> tuple[Tensor, Tensor]:
-        self._count()
+        self.count()
         return self.gradients.differentiate(loss_fn, self.model, batch, vector, at_snapshot)
 
     def backward(self, loss_fn: LossFunction, batch: Batch, scale: float) -> Tensor:
         """Add the gradient at the live weights to the accumulated ones; return the loss."""
-        self._count()
+        self.count()
         return self.gradients.backward(loss_fn, self.model, batch, scale, self.topology)
 
-    def _count(self) -> None:
+    def count(self, passes: int = 1) -> None:
+        """Count forward and backward passes."""
         for kind in self.passes:
-            self.passes[kind] += 1
+            self.passes[kind] += passes
 
     def all_reduce_mean(self, *others: Tensor) -> list[Tensor]:
         """Average the accumulated gradients over the processes, and return the means of `others`."""
