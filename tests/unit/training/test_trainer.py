@@ -43,6 +43,18 @@ class WithDropout(MLP):
         return super().forward(F.dropout(x, 0.5, self.training))
 
 
+class PartlyFrozen(MLP):
+    """A perceptron with a frozen weight and a parameter without dimensions."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.layers[2].weight.requires_grad_(False)
+        self.scale = nn.ParameterList([torch.tensor(1.0)])  # the last of its parameters
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale[0]
+
+
 def in_folder(path: Path, **changes: Any) -> Trainer:
     raw = tiny(**changes)
     recipe = make_recipe(raw)
@@ -409,11 +421,24 @@ class Stop(Watcher):
 
 @pytest.mark.parametrize("stop", [1, 5, 7, 11])
 @pytest.mark.parametrize("correction", ["sgd", {"name": "agent", "mode": "replay"}, "svrg"])
-def test_an_interrupted_trainer_goes_on_bit_equal(
+def test_an_interrupted_trainer_continues_bit_for_bit(
     stop: int, correction: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("equipoise.training.build_model.MODELS", {"mlp": WithDropout})
-    changes = {"correction": correction}
+    assert_continues(stop, correction=correction)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("storage", ["masked", "packed"])
+def test_frozen_weights_and_parameters_without_dimensions_are_resumed(
+    optimizer: str, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("equipoise.training.build_model.MODELS", {"mlp": PartlyFrozen})
+    assert_continues(5, optimizer={"name": optimizer, "lr": 0.01}, storage=storage)
+
+
+def assert_continues(stop: int, **changes: Any) -> None:
+    """A run that is interrupted after some steps ends as one that is not."""
     whole, first, second = trainer(**changes), trainer(**changes), trainer(**changes)
     whole.run()
     first.watcher = Stop(stop)
