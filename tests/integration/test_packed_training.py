@@ -382,7 +382,7 @@ def test_a_packed_run_killed_in_mid_epoch_continues_bit_for_bit(pipeline: tuple[
     assert_same(own, other)
 
 
-# One bit per place
+# One bit per index
 
 
 @given(flags=st.lists(st.booleans(), min_size=1, max_size=70), data=st.data())

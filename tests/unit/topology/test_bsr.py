@@ -208,7 +208,7 @@ def test_a_full_layer_passes_its_share_on() -> None:
     assert shared_out(0, [100, 50], [100, 2]).tolist() == [0, 0]
 
 
-def test_places_are_filled_uniformly() -> None:
+def test_indices_are_filled_uniformly() -> None:
     born = torch.zeros(10, 6)
     for seed in range(400):
         model = Table()
@@ -217,7 +217,7 @@ def test_places_are_filled_uniformly() -> None:
         random_step(model, optimizer, 1)
         born += topology.masks["first.weight"] & ~before
     drawn = born.flatten().numpy()
-    # Half the places are inactive under any one seed, every place as often as any other.
+    # Under any one seed half the indices are inactive, each index as often as any other.
     assert ((drawn - drawn.mean()) ** 2 / drawn.mean()).sum() < 59 + 5 * math.sqrt(2 * 59)
 
 
