@@ -122,8 +122,8 @@ def _set(moment: str, count: int) -> None:
     from equipoise.training.trainer import Trainer
 
     moments: dict[str, tuple[Any, str, Callable[..., None] | None]] = {
-        "after a step": (Trainer, "_eager_step", _die),
-        "within a step": (EMA, "update", None),
+        "after a step": (Trainer, "take_step", _die),
+        "within a step": (EMA, "blend", None),
         "after a refresh": (Correction, "refresh", _die),
         "after a line": (RunFolder, "append", _die),
         "after half a checkpoint": (checkpoint, "save_file", _halve),
@@ -156,7 +156,7 @@ def _set_within(point: Point) -> None:
     from equipoise.training.trainer import Trainer
 
     owner, name = {
-        "step": (Trainer, "_eager_step"),
+        "step": (Trainer, "take_step"),
         "refresh": (Correction, "refresh"),
         "update": (Topology, "_update"),
         "checkpoint": (Store, "save"),

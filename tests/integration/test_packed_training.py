@@ -129,20 +129,22 @@ def test_everything_a_run_holds_has_the_size_of_the_active_weights() -> None:
 
 @pytest.mark.parametrize("density", [0.1, 1.0])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_watcher_sees_the_dense_gradient(density: float, stride: int) -> None:
+def test_a_probe_records_the_dense_gradient(density: float, stride: int) -> None:
     """Judged by torch's own gradient of the dense layer in float64."""
     torch.manual_seed(0)
     layer = nn.Conv2d(5, 6, 3, stride=stride, padding=1, groups=1)
     model = pack(nn.Sequential(layer), {"0.weight": torch.rand(6, 5, 3, 3) < density})
-    found: list[Tensor] = []
     packed = next(module for module in model.modules() if isinstance(module, PackedLayer))
-    packed.watcher = found.append
+    packed.open_probe()
     x, target = torch.randn(19, 5, 9, 9), torch.randn(19, 6, *((9, 9) if stride == 1 else (5, 5)))
     (model(x) * target).sum().backward()
+    assert packed.probe is not None
+    found = packed.probe.grad
+    assert found is not None
     weight = packed.weight.detach().double().requires_grad_()
     (F.conv2d(x.double(), weight, None, stride, 1) * target.double()).sum().backward()
     assert weight.grad is not None
-    torch.testing.assert_close(found[0].double(), weight.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.double(), weight.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("density", [0.1, 1.0])
@@ -166,18 +168,19 @@ def test_growth_sees_the_sum_where_a_loss_uses_the_model_twice(density: float) -
     torch.testing.assert_close(layer.gradient.double(), weight.grad.reshape(-1), rtol=1e-4, atol=1e-4)
 
 
-def test_rigl_keeps_only_the_largest_gradients_of_inactive_weights_and_only_at_updates() -> None:
+def test_rigl_records_the_gradients_of_inactive_weights_only_at_updates() -> None:
     model, optimizer, topology = start(ALGORITHMS["rigl"], packed=True)
     for number, (x, y) in enumerate(batches(), 1):
         loss_fn(model, x, y).backward()
         for layer in topology.layers:
             assert isinstance(layer, PackedWeight)
-            if number % 3 or number > 6 or layer.active == layer.size:
-                assert layer._seen is None
+            if number % 3 or number > 6:
+                assert layer.growth is None
             else:
-                assert isinstance(layer._seen, tuple)
-                assert len(layer._seen.places) <= round(0.3 * layer.active)
-                assert not layer.mask().reshape(-1)[layer._seen.places].any()
+                assert layer.growth is not None
+                assert layer.growth.shape == layer.mask().shape
+                assert layer.active == layer.size or layer.growth[~layer.mask()].any()
+                torch.testing.assert_close(layer.growth[layer.mask()], layer.parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -235,20 +238,26 @@ def test_bsr_net_keeps_its_budget_and_its_signs_when_packed(every: int) -> None:
         assert optimizer.state[layer.parameter]["momentum_buffer"].shape == (layer.active,)
 
 
-def test_a_copy_of_model_optimizer_and_topology_goes_on_alike() -> None:
-    model, optimizer, topology = start(ALGORITHMS["rigl"], packed=True)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("between", [False, True])
+def test_a_copy_of_model_optimizer_and_topology_continues_alike(packed: bool, between: bool) -> None:
+    """Copied before an update step, or between its backward pass and its optimizer step."""
+    model, optimizer, topology = start(ALGORITHMS["rigl"], packed)
     data = batches()
     for x, y in data[:2]:
         loss_fn(model, x, y).backward()
         optimizer.step()
         optimizer.zero_grad()
+    if between:
+        loss_fn(model, *data[2]).backward()
     twins = [(model, optimizer, topology), copy.deepcopy((model, optimizer, topology))]
     for net, stepper, _ in twins:
         for x, y in data[2:]:
-            loss_fn(net, x, y).backward()
+            if not between or x is not data[2][0]:
+                loss_fn(net, x, y).backward()
             stepper.step()
             stepper.zero_grad()
-    for one, other in zip(*(unpack(net)[0].values() for net, _, _ in twins), strict=True):
+    for one, other in zip(*(weights_of(net, own).values() for net, _, own in twins), strict=True):
         assert torch.equal(one, other)
     assert twins[1][2].updates == topology.updates == 2
 
@@ -290,14 +299,10 @@ PIPELINES = [
 
 
 def steps(runner: Trainer, count: int) -> None:
-    """So many steps of the loop, without the end of an epoch."""
+    """Take steps without the end of an epoch."""
     runner.parts.model.train()
-    runner._random.restore()
-    for x, y in list(runner.parts.train.epoch(runner.epoch, start=runner.batch))[:count]:
-        if runner._refresh_is_due():
-            runner._refresh()
-        runner._step((x, y))
-        runner.batch += 1
+    for _ in range(count):
+        runner.take_step()
 
 
 def recipe_of(pipeline: tuple[str, ...], *more: str) -> dict[str, Any]:
@@ -318,13 +323,12 @@ def test_a_checkpoint_goes_to_packed_and_back_without_loss(pipeline: tuple[str, 
     assert there["storage"] == "packed"
     again = Trainer(make_recipe(recipe_of(pipeline, "storage=masked")))
     again.load_state_dict(there)
-    if "topology=bsr-net" in pipeline:  # packed storage has no momentum at inactive places
+    if "topology=bsr-net" in pipeline:  # packed storage has no momentum at inactive indices
         masks = again.parts.topology.masks
-        for number, name in enumerate(before["names"]["optimizer"]):
-            if name in masks:
-                before["optimizer"]["state"][number]["momentum_buffer"] *= masks[name]
+        for name, mask in masks.items():
+            before["optimizer"][name]["momentum_buffer"] *= mask
     assert_same(again.state_dict(), before)
-    for runner in runners.values():  # and training goes on alike
+    for runner in runners.values():  # and training continues alike
         steps(runner, 2)
     masked, vectors = (weights_of(r.parts.model, r.parts.topology) for r in runners.values())
     if "topology=bsr-net" not in pipeline:  # which draws its noise by storage
@@ -348,7 +352,7 @@ def assert_same(one: Any, other: Any, path: str = "") -> None:
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(p)[:40])
-def test_a_packed_run_killed_in_mid_epoch_goes_on_bit_for_bit(pipeline: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_packed_run_killed_in_mid_epoch_continues_bit_for_bit(pipeline: tuple[str, ...], tmp_path: Path) -> None:
     raw = recipe_of(pipeline, "storage=packed", "checkpoint.steps=2")
     whole = Trainer(make_recipe(raw), RunFolder.create(tmp_path / "whole", raw))
     whole.run()
@@ -357,15 +361,15 @@ def test_a_packed_run_killed_in_mid_epoch_goes_on_bit_for_bit(pipeline: tuple[st
         pass
 
     broken = Trainer(make_recipe(raw), RunFolder.create(tmp_path / "broken", raw))
-    taken, step = [0], broken._step
+    taken, step = [0], broken.take_step
 
-    def dying(batch: tuple[Tensor, ...]) -> int:
+    def dying() -> None:
         taken[0] += 1
         if taken[0] == 10:
             raise Killed
-        return step(batch)
+        step()
 
-    broken._step = dying  # type: ignore[method-assign]
+    broken.take_step = dying  # type: ignore[method-assign]
     with pytest.raises(Killed):
         broken.run()
     assert broken.folder is not None
@@ -378,7 +382,7 @@ def test_a_packed_run_killed_in_mid_epoch_goes_on_bit_for_bit(pipeline: tuple[st
     assert_same(own, other)
 
 
-# One bit per place
+# One bit per index
 
 
 @given(flags=st.lists(st.booleans(), min_size=1, max_size=70), data=st.data())

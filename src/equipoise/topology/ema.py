@@ -54,12 +54,15 @@ class EMA:
         self._model = model
         self._blend = compile(blend)
         self.parameters = dict(model.named_parameters())
-        self._stepped = list(self.parameters.values()) if flat is None else flat.stretches
+        loose = [p for p in self.parameters.values() if flat is None or not p.requires_grad]
+        self._stepped = loose if flat is None else [*flat.stretches, *loose]
         self._averages = [tensor.detach().clone() for tensor in self._stepped]
         self._rate = torch.zeros((), dtype=torch.float64, device=self._stepped[0].device)  # 1 - d
         self._known_rate = 0.0
         self.values = {
-            name: self._average(p) if flat is None else flat.view(p, self._average(flat.stretch_of(p)))
+            name: self._average(p)
+            if flat is None or not p.requires_grad
+            else flat.view(p, self._average(flat.stretch_of(p)))
             for name, p in self.parameters.items()
         }
         found = Topology.of(model) if topology is None else topology

@@ -408,8 +408,11 @@ class Topology:
         new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in kept.items()})
         new._skipped, new._followers, new._hooks = [], weakref.WeakSet(), None
         if self.attached:
-            for layer in new.layers:
-                _OWNERS[layer.parameter] = weakref.ref(new)
+            new._record_growth()  # a copied packed layer does not record by itself
+            for layer, own in zip(self.layers, new.layers, strict=True):
+                _OWNERS[own.parameter] = weakref.ref(new)
+                if layer.growth is not None:
+                    own.growth = layer.growth.clone()
             new._hooks = Hooks(new)
         new.seed()
         return new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -38,15 +39,30 @@ def check_weights(model: nn.Module, epoch: int, steps: int) -> None:
 
 
 def clip_gradients(
-    optimizer: torch.optim.Optimizer, model: nn.Module, largest: float, epoch: int, batch: int
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    largest: float,
+    epoch: int,
+    batch: int,
+    gradient_of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad,
 ) -> None:
-    """Scale the gradients down to a norm of at most `largest`; on a CPU refuse those that are not finite."""
+    """Scale the gradients down to a norm of at most `largest`; on a CPU refuse those that are not finite.
+
+    Args:
+        optimizer: Its tensors have the gradients.
+        model: Its layers are named in the error.
+        largest: Largest norm.
+        epoch: The epoch, from 0.
+        batch: The batch of the epoch, from 0.
+        gradient_of: The gradient of a parameter of the model.
+    """
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     try:
         nn.utils.clip_grad_norm_(stepped, largest, error_if_nonfinite=stepped[0].device.type == "cpu")
     except RuntimeError:
         named = plain_names(model)
-        layer = _last_bad([(named[id(p)], p.grad) for p in model.parameters() if p.grad is not None])
+        found = [(named[id(p)], gradient_of(p)) for p in model.parameters() if p.requires_grad]
+        layer = _last_bad([(name, gradient) for name, gradient in found if gradient is not None])
         _refuse_gradient(layer or "the model", epoch, batch + 1)  # or each is finite and their norm is too large
 
 

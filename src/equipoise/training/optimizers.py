@@ -218,7 +218,7 @@ class NamedState:
             for key, value in state[name].items():
                 if not isinstance(value, Tensor):
                     own[key] = value
-                elif self._flat is not None and value.shape == parameter.shape:
+                elif self._flat is not None and value.shape == parameter.shape and key != "step":  # a step is 0-dim
                     own.setdefault(key, torch.zeros_like(stepped))
                     self._flat.view(parameter, own[key]).copy_(value)
                 else:

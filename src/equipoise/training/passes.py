@@ -213,6 +213,10 @@ class Passes:
             (self._outputs[size],) if size in self._outputs else None, (logits.detach(),)
         )
 
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient of a parameter after the passes of a step."""
+        return parameter.grad if self._flat is None else self._flat.gradient_of(parameter)
+
     def clear_gradients(self) -> None:
         """Clear the gradients of a step; a flat vector is written over by the next pass."""
         if self._flat is None:

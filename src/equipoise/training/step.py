@@ -95,7 +95,8 @@ class Step:
         if self._on_cpu:  # a GPU would have to be waited for: its losses are checked every few steps
             check_loss(loss, self._model, self._passes.images(ref, size), ref.epoch, ref.batch)
         if self._clip:
-            clip_gradients(self._optimizer, self._model, self._clip, ref.epoch, ref.batch)
+            gradient_of = self._passes.gradient_of
+            clip_gradients(self._optimizer, self._model, self._clip, ref.epoch, ref.batch, gradient_of)
         self._topology.before_step()
         key = None if self._topology.update_is_next else ("update", ref.attacked, size, self._topology.rewires_next)
         self._engine.run(key, partial(self._update, ref, size))

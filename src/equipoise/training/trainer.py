@@ -276,6 +276,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state."""
         self.parts.engine.reset()
+        self.parts.passes.clear_gradients()  # of a step that failed
         self._random = restore(self, state)
 
 

@@ -143,7 +143,7 @@ def test_a_step_that_was_not_taken_is_forgotten() -> None:
 
 @pytest.mark.parametrize("every_index", [False, True])
 def test_the_optimizer_sees_zero_gradients_of_inactive_weights(every_index: bool) -> None:
-    """Also if corrected growth keeps old gradients for them.
+    """At every step `.grad` is exactly zero there, also if corrected growth keeps old gradients for them.
 
     A weight grown since the snapshot then has an old gradient and is corrected like the others.
     """

@@ -1,4 +1,4 @@
-"""One sparse weight: its mask, its record of exploration, and the places it drops and grows."""
+"""One sparse weight: its mask, its record of exploration, and the indices that it drops and grows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(active: int, *shape: int, seed: int = 0, channels_last: bool = False) -
     return MaskedWeight("layer.weight", nn.Parameter(values), first, active)
 
 
-def places(indices: Tensor) -> set[int]:
+def index_set(indices: Tensor) -> set[int]:
     assert len(set(indices.tolist())) == len(indices)  # no place twice
     return set(indices.tolist())
 
@@ -50,7 +50,7 @@ def test_a_mask_takes_one_byte_per_weight() -> None:
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block", [1, 50, 10**6])  # of the weights masked at a time: a row, some, all
-def test_hiding_sets_inactive_places_to_zero_whatever_was_there(
+def test_hiding_sets_inactive_entries_to_zero_whatever_was_there(
     channels_last: bool, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masked, "CHUNK", block)
@@ -81,7 +81,7 @@ def test_lowest_are_the_lowest_of_the_active(values: list[int], active: int, dat
     mask = layer.mask().flatten().numpy()
     score = np.array(values, float)
     oracle = sorted(np.flatnonzero(mask), key=lambda i: score[i])[:count]
-    assert places(layer.lowest(torch.tensor(score), count)) == set(oracle)
+    assert index_set(layer.lowest(torch.tensor(score), count)) == set(oracle)
 
 
 @given(values=scores, active=st.integers(1, 12), regrow=st.booleans(), data=st.data())
@@ -97,7 +97,7 @@ def test_highest_are_the_highest_of_the_inactive(
     count = data.draw(st.integers(0, len(candidates)))
     score = np.array(values, float)
     oracle = sorted(candidates, key=lambda i: -score[i])[:count]
-    assert places(layer.highest(torch.tensor(score), count, torch.tensor(dropped), regrow)) == set(oracle)
+    assert index_set(layer.highest(torch.tensor(score), count, torch.tensor(dropped), regrow)) == set(oracle)
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, torch.inf, torch.nan]), min_size=12, max_size=12), st.integers(0, 6))

@@ -125,7 +125,7 @@ def test_snfs_grows_by_its_own_momentum(momentum: float) -> None:
     smoothed = np.zeros(99)
 
     def grow(bench: Bench, gradient: Array) -> Array:
-        smoothed[:] = momentum * smoothed + (1 - momentum) * gradient  # of all places, active or not
+        smoothed[:] = momentum * smoothed + (1 - momentum) * gradient  # of all indices, active or not
         return np.abs(smoothed)
 
     assert check_updates(SNFS(**ALWAYS, momentum=momentum), magnitude, grow) == 9

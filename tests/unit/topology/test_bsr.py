@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.storage.masked import MaskedWeight
 from equipoise.topology import BSRNet, Topology
-from equipoise.topology.bsr import NEWBORN, share_out
+from equipoise.topology.rewiring import NEWBORN, share_out
 from equipoise.training.optimizers import SGDW
 from topology_helpers import assert_sparse, perceptron, train
 
@@ -189,28 +188,27 @@ def test_noise_is_that_of_the_paper_on_active_weights_only() -> None:
     assert noise_drawn.std() == pytest.approx(1e-3, rel=0.15)
 
 
-def layers_of(*sizes_and_active: tuple[int, int]) -> list[MaskedWeight]:
-    return [
-        MaskedWeight("", nn.Parameter(torch.ones(size, 1)), torch.arange(active), active)
-        for size, active in sizes_and_active
-    ]
+def shared_out(missing: int, sizes: list[int], active: list[int], seed: int = 0) -> Tensor:
+    drawn = torch.randint(2**62, (64,), generator=torch.Generator().manual_seed(seed))
+    room = torch.tensor(sizes) - torch.tensor(active)
+    return share_out(torch.tensor(missing), room, drawn, torch.tensor(sizes).cumsum(0))
 
 
 def test_missing_connections_pick_a_layer_in_proportion_to_its_size() -> None:
-    layers = layers_of((100, 10), (300, 290), (600, 0))
-    random = np.random.default_rng(0)
-    counts = np.sum([share_out(5, layers, random) for _ in range(2000)], axis=0)
+    found = [shared_out(5, [100, 300, 600], [10, 290, 0], seed) for seed in range(2000)]
+    assert all(int(counts.sum()) == 5 for counts in found)
+    counts = torch.stack(found).sum(0).numpy()
     expected = np.array([0.1, 0.3, 0.6]) * 10_000  # by size, not by room
     assert ((counts - expected) ** 2 / expected).sum() < 20
 
 
 def test_a_full_layer_passes_its_share_on() -> None:
-    random = np.random.default_rng(0)
-    assert share_out(50, layers_of((100, 98), (50, 2)), random) == [2, 48]
-    assert share_out(7, layers_of((100, 100), (50, 2)), random) == [0, 7]
+    assert shared_out(50, [100, 50], [98, 2]).tolist() == [2, 48]
+    assert shared_out(7, [100, 50], [100, 2]).tolist() == [0, 7]
+    assert shared_out(0, [100, 50], [100, 2]).tolist() == [0, 0]
 
 
-def test_places_are_filled_uniformly() -> None:
+def test_indices_are_filled_uniformly() -> None:
     born = torch.zeros(10, 6)
     for seed in range(400):
         model = Table()
@@ -219,7 +217,7 @@ def test_places_are_filled_uniformly() -> None:
         random_step(model, optimizer, 1)
         born += topology.masks["first.weight"] & ~before
     drawn = born.flatten().numpy()
-    # Half the places are inactive under any one seed, every place as often as any other.
+    # Under any one seed half the indices are inactive, each index as often as any other.
     assert ((drawn - drawn.mean()) ** 2 / drawn.mean()).sum() < 59 + 5 * math.sqrt(2 * 59)
 
 

@@ -79,13 +79,14 @@ def test_clipping_names_the_layer_of_a_bad_gradient(bad: float) -> None:
     expected = chain()
     expected(torch.ones(2, 4)).sum().backward()
     nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
-    clip_gradients(model, 0.1, 0, 0)
+    optimizer = torch.optim.SGD(model.parameters())
+    clip_gradients(optimizer, model, 0.1, 0, 0)
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
     model[0].bias.grad[0] = bad
     model[2].bias.grad[1] = bad
     with pytest.raises(NonFiniteLoss, match=r"^the gradient of 2\.bias is not finite at batch 4 of epoch 1;"):
-        clip_gradients(model, 0.1, 0, 3)
+        clip_gradients(optimizer, model, 0.1, 0, 3)
 
 
 # In a run

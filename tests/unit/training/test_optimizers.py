@@ -12,7 +12,15 @@ from torch import nn
 
 from equipoise.errors import UserError
 from equipoise.models import small
-from equipoise.training.optimizers import OPTIMIZERS, SGDW, AdamOptions, AdamWOptions, SGDOptions, SGDWOptions
+from equipoise.training.optimizers import (
+    OPTIMIZERS,
+    SGDW,
+    AdamOptions,
+    AdamWOptions,
+    OptimizerOptions,
+    SGDOptions,
+    SGDWOptions,
+)
 
 
 def oracle(
@@ -113,16 +121,20 @@ def test_sgdw_refuses_a_learning_rate_of_zero() -> None:
         SGDW([nn.Parameter(torch.ones(1))], lr=0)
 
 
+def built(options: OptimizerOptions, model: nn.Module) -> torch.optim.Optimizer:
+    return options.build(options.groups(model))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_norms_and_biases_do_not_decay_unless_asked(name: str) -> None:
     model = small()
     norms_and_biases = {id(p) for p in model.parameters() if p.dim() == 1}
-    optimizer = OPTIMIZERS[name](weight_decay=0.25, decay_all=False).build(model)
+    optimizer = built(OPTIMIZERS[name](weight_decay=0.25, decay_all=False), model)
     decayed, others = optimizer.param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.25, 0.0)
     assert {id(p) for p in others["params"]} == norms_and_biases
     assert {id(p) for p in decayed["params"]} == {id(p) for p in model.parameters()} - norms_and_biases
-    (everything,) = OPTIMIZERS[name](weight_decay=0.25).build(model).param_groups
+    (everything,) = built(OPTIMIZERS[name](weight_decay=0.25), model).param_groups
     assert everything["weight_decay"] == 0.25
     assert len(everything["params"]) == len(list(model.parameters()))
 
@@ -130,22 +142,22 @@ def test_norms_and_biases_do_not_decay_unless_asked(name: str) -> None:
 def test_frozen_parameters_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    (group,) = SGDOptions().build(model).param_groups
+    (group,) = built(SGDOptions(), model).param_groups
     assert len(group["params"]) == 2
 
 
 def test_options_reach_torchs_optimizers() -> None:
     model = nn.Linear(2, 2)
-    sgd = SGDOptions(lr=0.3, momentum=0.8, nesterov=True).build(model)
+    sgd = built(SGDOptions(lr=0.3, momentum=0.8, nesterov=True), model)
     assert type(sgd) is torch.optim.SGD
     assert {"lr": 0.3, "momentum": 0.8, "nesterov": True, "weight_decay": 5e-4}.items() <= sgd.param_groups[0].items()
-    assert not SGDOptions(momentum=0).build(model).param_groups[0]["nesterov"]  # which torch would refuse
-    adam = AdamOptions(beta1=0.5, beta2=0.6).build(model)
+    assert not built(SGDOptions(momentum=0), model).param_groups[0]["nesterov"]  # which torch would refuse
+    adam = built(AdamOptions(beta1=0.5, beta2=0.6), model)
     assert type(adam) is torch.optim.Adam
     assert adam.param_groups[0]["betas"] == (0.5, 0.6)
     assert adam.param_groups[0]["weight_decay"] == 0.0
-    assert type(AdamWOptions().build(model)) is torch.optim.AdamW
-    assert isinstance(SGDWOptions(lr=0.04).build(model), SGDW)
+    assert type(built(AdamWOptions(), model)) is torch.optim.AdamW
+    assert isinstance(built(SGDWOptions(lr=0.04), model), SGDW)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from equipoise.topology import ALGORITHMS
 from equipoise.training import RunFolder, Trainer, make_recipe, resume
 from equipoise.training.evaluate import Score
 from equipoise.training.optimizers import OPTIMIZERS
-from equipoise.training.trainer import Coming
+from equipoise.training.passes import BatchRef, RefreshBatches
 from equipoise.training.watchers import Watcher
 from train_helpers import BATCHES, assert_same_state, leaves, same, tiny, trainer, without_times
 
@@ -43,6 +43,18 @@ class WithDropout(MLP):
         return super().forward(F.dropout(x, 0.5, self.training))
 
 
+class PartlyFrozen(MLP):
+    """A perceptron with a frozen weight and a parameter without dimensions."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.layers[2].weight.requires_grad_(False)
+        self.scale = nn.ParameterList([torch.tensor(1.0)])  # the last of its parameters
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale[0]
+
+
 def in_folder(path: Path, **changes: Any) -> Trainer:
     raw = tiny(**changes)
     recipe = make_recipe(raw)
@@ -52,7 +64,7 @@ def in_folder(path: Path, **changes: Any) -> Trainer:
 def assert_sparse(made: Trainer) -> None:
     """Counts as asked for, and exact zeros elsewhere, in the weights and in their average."""
     parameters = dict(made.parts.model.named_parameters())
-    average = made.parts.average
+    average = made.parts.ema
     for name, mask in made.parts.topology.masks.items():
         assert (parameters[name][~mask] == 0).all()
         assert average is None or (average.values[name][~mask] == 0).all()
@@ -148,8 +160,8 @@ def test_clipping_bounds_the_gradient_of_the_active_weights(name: str) -> None:
     norms = []
 
     def look(*_: Any) -> None:
-        gradients = [p.grad for p in made.parts.model.parameters() if p.grad is not None]
-        norms.append(float(torch.cat([g.reshape(-1) for g in gradients]).norm()))
+        assert made.parts.flat is not None
+        norms.append(float(made.parts.flat.gradient.norm()))
 
     made.parts.optimizer.register_step_pre_hook(look)
     made.run()
@@ -184,7 +196,7 @@ def test_the_learning_rate_is_the_schedules_times_the_corrections() -> None:
 
 
 def test_the_same_recipe_gives_the_same_run_and_another_seed_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.training.parts.MODELS", {"mlp": WithDropout})
+    monkeypatch.setattr("equipoise.training.build_model.MODELS", {"mlp": WithDropout})
     runs = [trainer(seed=seed) for seed in (0, 0, 1)]
     for number, made in enumerate(runs):
         torch.manual_seed(number)  # what others do with the global stream before does not matter
@@ -211,12 +223,12 @@ def test_adversarial_training_and_both_kinds_of_full_pass() -> None:
 def test_saga_sees_the_same_images_under_the_same_number(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(correction="saga", epochs=3)
     seen: list[tuple[int, Tensor]] = []
-    backward = made.parts.correction.backward
+    backward, passes = made.parts.correction.backward, made.parts.passes
 
-    def spy(loss_fn: Any, *batch: Tensor, index: int | None = None) -> Tensor:
+    def spy(loss_fn: Any, ref: BatchRef, index: int | None = None) -> Tensor:
         assert index is not None
-        seen.append((index, batch[0].clone()))
-        return backward(loss_fn, *batch, index=index)
+        seen.append((index, passes.images(ref, passes.prepare(ref)).clone()))
+        return backward(loss_fn, ref, index=index)
 
     monkeypatch.setattr(made.parts.correction, "backward", spy)
     made.run()
@@ -239,16 +251,15 @@ def test_replay_runs_every_batch_once_whatever_the_interval(every: int) -> None:
     assert made.parts.correction.refreshes == -(-steps // (every or BATCHES))
 
 
-def test_coming_batches_are_those_of_the_steps() -> None:
+def test_batches_of_a_refresh_are_those_of_the_steps() -> None:
     made = trainer(correction="svrg", epochs=3)
-    loader = made.parts.train
-    wanted = [batch for epoch in range(3) for batch in loader.epoch(epoch)][4:11]
-    coming = Coming(made, 4, 7)
-    assert len(coming) == 7
-    for _ in range(2):  # it can be asked again
-        for (x, y), (other_x, other_y) in zip(coming, wanted, strict=True):
-            assert torch.equal(x, other_x)
-            assert torch.equal(y, other_y)
+    loader, passes = made.parts.train, made.parts.passes
+    wanted = [x for epoch in range(3) for x, _ in loader.epoch(epoch)][4:11]
+    batches = RefreshBatches(passes, len(loader), 4, 7)
+    assert len(batches) == 7
+    for _ in range(2):  # they can be iterated again
+        for (ref,), x in zip(batches, wanted, strict=True):
+            assert torch.equal(passes.images(ref, passes.prepare(ref)), x)
 
 
 # What it writes
@@ -354,7 +365,7 @@ def test_seconds_count_training_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     made = in_folder(tmp_path, epochs=2, checkpoint={"steps": 2})
-    step, evaluate, save = made._eager_step, made.evaluate, made.save
+    step, evaluate, save = made.take_step, made.evaluate, made.save
 
     def passes(seconds: float, function: Any) -> Any:
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -363,7 +374,7 @@ def test_seconds_count_training_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 
         return timed
 
-    monkeypatch.setattr(made, "_eager_step", passes(1.0, step))
+    monkeypatch.setattr(made, "take_step", passes(1.0, step))
     monkeypatch.setattr(made, "evaluate", passes(100.0, evaluate))
     monkeypatch.setattr(made, "save", passes(1000.0, save))
     made.run()
@@ -410,11 +421,24 @@ class Stop(Watcher):
 
 @pytest.mark.parametrize("stop", [1, 5, 7, 11])
 @pytest.mark.parametrize("correction", ["sgd", {"name": "agent", "mode": "replay"}, "svrg"])
-def test_an_interrupted_trainer_goes_on_bit_equal(
+def test_an_interrupted_trainer_continues_bit_for_bit(
     stop: int, correction: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("equipoise.training.parts.MODELS", {"mlp": WithDropout})
-    changes = {"correction": correction}
+    monkeypatch.setattr("equipoise.training.build_model.MODELS", {"mlp": WithDropout})
+    assert_continues(stop, correction=correction)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("storage", ["masked", "packed"])
+def test_frozen_weights_and_parameters_without_dimensions_are_resumed(
+    optimizer: str, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("equipoise.training.build_model.MODELS", {"mlp": PartlyFrozen})
+    assert_continues(5, optimizer={"name": optimizer, "lr": 0.01}, storage=storage)
+
+
+def assert_continues(stop: int, **changes: Any) -> None:
+    """A run that is interrupted after some steps ends as one that is not."""
     whole, first, second = trainer(**changes), trainer(**changes), trainer(**changes)
     whole.run()
     first.watcher = Stop(stop)
@@ -433,7 +457,6 @@ def test_an_interrupted_trainer_goes_on_bit_equal(
         {"model": {"name": "mlp", "hidden": 17}},
         {"model": "small"},
         {"optimizer": {"name": "adam"}},
-        {"optimizer": {"name": "sgd", "decay_all": False}},
         {"topology": {"name": "rigl", "sparsity": 0.8}},
         {"topology": "dense"},
         {"correction": "saga"},
