@@ -354,7 +354,7 @@ def numbers(value: Any) -> dict[str, float]:
 
 def _accuracies(value: Any) -> dict[str, float]:
     """Accuracy by score, of scores as they are written: {score: {accuracy, loss}}."""
-    pairs = {score: number(as_mapping(score).get("accuracy")) for score, score in as_mapping(value).items()}
+    pairs = {score: number(as_mapping(found).get("accuracy")) for score, found in as_mapping(value).items()}
     return {score: accuracy for score, accuracy in pairs.items() if accuracy is not None}
 
 
