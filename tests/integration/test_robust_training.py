@@ -297,7 +297,7 @@ def test_the_passes_of_attacks_are_those_that_are_made(
 
 @pytest.mark.parametrize("objective", ADVERSARIAL)
 def test_replay_with_an_attack_is_refused(objective: str) -> None:
-    with pytest.raises(UserError, match="replay needs batches known ahead") as error:
+    with pytest.raises(UserError, match="replay needs batches that are known ahead") as error:
         make(f"objective={objective}", "correction=agent", "correction.mode=replay")
     assert "\n" not in str(error.value)
     make("objective=standard", "correction=agent", "correction.mode=replay")
