@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing import get_context
 
+from double_helpers import float64_by_default
 from equipoise.models import MODELS
 from equipoise.training import RunFolder, Trainer, make_recipe, resume
 from equipoise.training.processes import joined
@@ -105,21 +106,17 @@ def plain(value: Any) -> Any:
 # Runs
 
 
-def in_double(trainer: Trainer) -> Trainer:
-    """Convert a run to float64, in which the order of a sum changes it by 1e-16 only."""
-    parts = trainer.parts
-    parts.model.double()
-    parts.model.register_forward_pre_hook(lambda _, arguments: (arguments[0].double(),))
-    if parts.average is not None:
-        parts.average.values = {name: value.double() for name, value in parts.average.values.items()}
+def double_trainer(world: World, changes: dict[str, Any]) -> Trainer:
+    """A trainer of `tiny` in float64; its images stay in float32 up to the model."""
+    with float64_by_default():
+        trainer = Trainer(make_recipe(tiny(**changes)), world=world)
+    trainer.parts.model.register_forward_pre_hook(lambda _, arguments: (arguments[0].double(),))
     return trainer
 
 
 def train(world: World, changes: dict[str, Any], double: bool = True) -> dict[str, Any]:
     """Train `tiny` and return its final state."""
-    trainer = Trainer(make_recipe(tiny(**changes)), world=world)
-    if double:
-        in_double(trainer)
+    trainer = double_trainer(world, changes) if double else Trainer(make_recipe(tiny(**changes)), world=world)
     result = trainer.run()
     return found(trainer) | {"test": result["test"]}
 

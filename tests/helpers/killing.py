@@ -119,10 +119,10 @@ def _set(moment: str, count: int) -> None:
     from equipoise.training import checkpoint
     from equipoise.training.checkpoint import Store
     from equipoise.training.run_folder import RunFolder
-    from equipoise.training.trainer import Trainer
+    from equipoise.training.step import Step
 
     moments: dict[str, tuple[Any, str, Callable[..., None] | None]] = {
-        "after a step": (Trainer, "take_step", _die),
+        "after a step": (Step, "__call__", _die),
         "within a step": (EMA, "blend", None),
         "after a refresh": (Correction, "refresh", _die),
         "after a line": (RunFolder, "append", _die),
@@ -153,10 +153,11 @@ def _set_within(point: Point) -> None:
     from equipoise.topology import Topology
     from equipoise.training.checkpoint import Store
     from equipoise.training.run_folder import RunFolder
+    from equipoise.training.step import Step
     from equipoise.training.trainer import Trainer
 
     owner, name = {
-        "step": (Trainer, "take_step"),
+        "step": (Step, "__call__"),
         "refresh": (Correction, "refresh"),
         "update": (Topology, "_update"),
         "checkpoint": (Store, "save"),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from double_helpers import float64_by_default
 from equipoise.training.evaluate import Score
 from equipoise.training.recipe import Recipe, apply_overrides, make_recipe, read_recipe
 from equipoise.training.trainer import Trainer
@@ -38,17 +39,24 @@ def flat(tensors: Any) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
+@torch.no_grad()
+def set_weights(model: nn.Module, weights: Tensor) -> None:
+    """Write a vector into the parameters, whose data may be views of tensors that an optimizer steps."""
+    parameters = list(model.parameters())
+    for p, part in zip(parameters, weights.split([p.numel() for p in parameters]), strict=True):
+        p.copy_(part.view_as(p))
+
+
 def gradients_of_steps(trainer: Trainer, moves: dict[int, Tensor] | None = None) -> Tensor:
     """Train with an optimizer that records the gradients, one row per step, and adds `moves` after given steps."""
-    parameters = list(trainer.parts.model.parameters())
+    model, layout = trainer.parts.model, trainer.parts.flat
+    assert layout is not None, "masked storage keeps its gradients in one vector"
     seen: list[Tensor] = []
 
     def note() -> None:
-        seen.append(flat(p.grad for p in parameters))
+        seen.append(flat(layout.gradient_of(p) for p in model.parameters()))
         if moves is not None and len(seen) in moves:
-            with torch.no_grad():
-                for p, part in zip(parameters, moves[len(seen)].split([p.numel() for p in parameters]), strict=True):
-                    p.add_(part.view_as(p))
+            set_weights(model, flat(model.parameters()) + moves[len(seen)])
 
     trainer.parts.optimizer.step = note  # type: ignore[method-assign, assignment]
     trainer.run()
@@ -61,8 +69,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
     monkeypatch.setattr("equipoise.data.loader.unit", lambda images: images.double().mul_(1 / 255))
 
     def trainer(*overrides: str) -> Trainer:
-        made = tiny_trainer("storage=masked", *overrides)
-        made.parts.model.double()
-        return made
+        with float64_by_default():
+            return tiny_trainer("storage=masked", *overrides)
 
     return trainer

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from equipoise.objectives import PGD, AdversarialTraining
 from equipoise.training.trainer import Trainer
-from robust_helpers import STEPS, double, flat, gradients_of_steps
+from robust_helpers import STEPS, double, flat, gradients_of_steps, set_weights
 
 __all__ = ["double"]  # a fixture
 
@@ -42,16 +42,16 @@ class Problem(NamedTuple):
 
     def _at(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
         model, now = self.trainer.parts.model, self.weights()
-        nn.utils.vector_to_parameters(weights, model.parameters())
+        set_weights(model, weights)
         gradient = flat(torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters())))
-        nn.utils.vector_to_parameters(now, model.parameters())
+        set_weights(model, now)
         return gradient * self.active
 
     def _attacked(self, attack: PGD, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
         model, now = self.trainer.parts.model, self.weights()
-        nn.utils.vector_to_parameters(weights, model.parameters())
+        set_weights(model, weights)
         images = attack.perturb(model, x, y)
-        nn.utils.vector_to_parameters(now, model.parameters())
+        set_weights(model, now)
         return images
 
 

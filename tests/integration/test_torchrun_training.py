@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from dataclasses import asdict
 from io import StringIO
@@ -18,8 +19,8 @@ from distributed_helpers import (
     alone,
     assert_equal_runs,
     counted_collectives,
+    double_trainer,
     found,
-    in_double,
     processes,
     train,
     train_and_resume,
@@ -27,7 +28,8 @@ from distributed_helpers import (
 )
 from equipoise.errors import UserError
 from equipoise.studies.robust import robust_table
-from equipoise.training import RunFolder, Trainer, make_recipe, resume
+from equipoise.training import RunFolder, Trainer, make_recipe, resume, signals
+from equipoise.training.watchers import Watcher
 from equipoise.world import ALONE, World
 from train_helpers import tiny
 
@@ -203,14 +205,12 @@ def test_differing_masks_stop_the_run_and_name_the_layer(two: Processes, storage
 
 def collectives_of_a_step(world: World, changes: dict[str, Any]) -> dict[str, int]:
     """What is said between the processes in one ordinary step."""
-    trainer = in_double(Trainer(make_recipe(tiny(**changes, ema=0)), world=world))
+    trainer = double_trainer(world, {**changes, "ema": 0})
     trainer.parts.model.train()
     counts: dict[str, int] = {}
-    trainer._refresh()
     for step in range(3):
         with counted_collectives(counts if step == 2 else {}):
-            trainer._step(())
-        trainer.batch += 1
+            trainer.take_step()
     return counts
 
 
@@ -273,23 +273,25 @@ def test_another_number_of_processes_goes_on_with_the_same_gradients(two: Proces
         assert ours["images_per_second"] > 0
 
 
-def stop_by_the_second(world: World) -> list[int]:
-    """How far each process comes when one of them is asked to stop in the second step."""
-    trainer = Trainer(make_recipe(tiny()), world=world)
-    trainer.parts.model.train()
-    steps = 0
-    while not trainer._stop_is_asked() and steps < 6:
-        if steps == 1 and world.rank == 1:
-            world.raise_flag()
-        trainer._step(())
-        trainer.batch += 1
-        steps += 1
-    world._raised = False
-    return [steps]
+class Asking(Watcher):
+    """Asks its process to stop after the first step."""
+
+    def step(self, trainer: Trainer) -> None:
+        if trainer.step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def stop_by_the_second(world: World) -> int:
+    """How far each process comes when a signal asks only the second one to stop, after the first step."""
+    own = World(world.rank, world.size, world.device)  # its flag stays raised
+    trainer = Trainer(make_recipe(tiny()), watcher=Asking() if world.rank == 1 else None, world=own)
+    with pytest.raises(SystemExit), signals.stoppable("equipoise resume"):
+        trainer.run()
+    return trainer.step
 
 
 def test_all_processes_stop_at_the_same_step(two: Processes) -> None:
-    assert two(stop_by_the_second) == [[2], [2]]
+    assert two(stop_by_the_second) == [2, 2]
 
 
 def attacked(world: World, images: int) -> tuple[list[list[str]], dict[str, Any]]:

@@ -74,5 +74,13 @@ class Runner:
             self.passes[kind] += passes
 
     def all_reduce_mean(self, *others: Tensor) -> list[Tensor]:
-        """Average the accumulated gradients over the processes, and return the means of `others`."""
-        return self.gradients.all_reduce_mean(self.world, self.parameters, others)
+        """Average the accumulated gradients over the processes, and return the means of `others`.
+
+        Gradients that a topology without hooks has recorded for growth are averaged in the same all-reduce.
+        """
+        topology = self.topology
+        growth = [] if topology is None or topology.attached else topology.recorded_growth()
+        means = self.gradients.all_reduce_mean(self.world, self.parameters, [*growth, *others])
+        if topology is not None and growth:
+            topology.set_growth(means[: len(growth)])
+        return means[len(growth) :]

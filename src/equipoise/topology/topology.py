@@ -58,7 +58,7 @@ class Topology:
         world: The processes that train the model together; found from the model by default.
         compile: Applied to functions that run on the device at every step.
         hooks: Whether to install hooks. Without them, the loop calls `take_gradients`, `before_step`, `after_step` and
-            `count_step` itself.
+            `count_step` itself, and averages the recorded growth over the processes.
     """
 
     def __init__(
@@ -207,8 +207,8 @@ class Topology:
     @torch.no_grad()
     def before_step(self) -> None:
         """Prepare the gradients of a step, after its last backward pass."""
-        if self.records_growth:
-            self._average_growth()
+        if self.attached and (recorded := self.recorded_growth()):
+            self.set_growth(self.world.all_reduce_mean(recorded))
         if self.algorithm.dense_gradient == "always":
             for layer in self.layers:
                 self.algorithm.observe(layer, self._loss_scale)
@@ -300,16 +300,23 @@ class Topology:
         for layer in self.layers:
             layer.record_growth(self.records_growth)
 
-    def _average_growth(self) -> None:
-        """Average the recorded gradients over the processes."""
-        if self.world.alone:
-            return
+    def recorded_growth(self) -> list[Tensor]:
+        """The gradients that this process has recorded, to be averaged: one for each weight, and which of them exist.
+
+        Empty in a single process and if the next step needs none.
+        """
+        if self.world.alone or not self.records_growth:
+            return []
         found = [torch.zeros(layer.mask().shape) if layer.growth is None else layer.growth for layer in self.layers]
         found = [tensor.to(layer.parameter) for tensor, layer in zip(found, self.layers, strict=True)]
         known = found[0].new_tensor([float(layer.growth is not None) for layer in self.layers])
-        *means, shares = self.world.all_reduce_mean([*found, known])
-        for layer, mean, share in zip(self.layers, means, shares.tolist(), strict=True):
-            if share > 0:
+        return [*found, known]
+
+    def set_growth(self, means: Sequence[Tensor]) -> None:
+        """Replace the recorded gradients by the means of `recorded_growth` over the processes."""
+        *growth, fractions = means
+        for layer, mean, fraction in zip(self.layers, growth, fractions.tolist(), strict=True):
+            if fraction > 0:
                 layer.growth = mean
 
     @property

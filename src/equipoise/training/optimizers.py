@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
 from equipoise.storage.flat import FlatParameters
+from equipoise.storage.masked import Compile
 from equipoise.storage.packed_modules import PackedLayer
 
 Groups = list[dict[str, Any]]
@@ -29,15 +30,22 @@ class SGDW(torch.optim.Optimizer):
         lr: Learning rate at the start of training, lr₀; a tensor can be changed between replays of a CUDA graph.
         momentum: μ.
         weight_decay: wd.
+        compile: Applied to the function that steps a parameter.
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 0.1, momentum: float = 0.9, weight_decay: float = 5e-4
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 5e-4,
+        compile: Compile = lambda function: function,
     ) -> None:
         if lr <= 0:
             raise UserError(f"lr={lr}: the learning rate is positive")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "first_lr": float(lr)}
         super().__init__(params, defaults)
+        self._compiled = compile(sgdw_step)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
@@ -55,12 +63,20 @@ class SGDW(torch.optim.Optimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
-        parameter.mul_(1 - group["weight_decay"] * group["lr"] / group["first_lr"])
-        if isinstance(group["lr"], Tensor):
-            parameter.addcmul_(buffer, group["lr"], value=-1)
-        else:
-            parameter.add_(buffer, alpha=-group["lr"])
+        decay = group["weight_decay"] / group["first_lr"]
+        self._compiled(parameter.detach(), gradient, state["momentum_buffer"], group["lr"], group["momentum"], decay)
+
+
+def sgdw_step(
+    weight: Tensor, gradient: Tensor, buffer: Tensor, lr: float | Tensor, momentum: float, decay: float
+) -> None:
+    """One step of SGDW, in place; `decay` is wd/lr₀."""
+    buffer.mul_(momentum).add_(gradient)
+    weight.mul_(1 - lr * decay)
+    if isinstance(lr, Tensor):
+        weight.addcmul_(buffer, lr, value=-1)
+    else:
+        weight.add_(buffer, alpha=-lr)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -96,19 +112,24 @@ class OptimizerOptions:
             if not 0 <= getattr(self, name, 0.0) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: in [0, 1), such as 0.9")
 
-    def build(self, groups: Groups, capturable: bool = False) -> torch.optim.Optimizer:
+    def build(
+        self, groups: Groups, capturable: bool = False, compile: Compile | None = None
+    ) -> torch.optim.Optimizer:
         """Make the optimizer.
 
         Args:
             groups: Parameters and weight decay of each group.
             capturable: Whether a CUDA graph will replay its steps: the learning rate is then a tensor.
+            compile: Applied to the steps of an optimizer for which torch has no fused kernel.
         """
         if not capturable:
-            return self._make(groups, self.lr)
+            return self._make(groups, self.lr, False, compile)
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
-        return self._make(groups, torch.tensor(self.lr, device=groups[0]["params"][0].device), fused=True)
+        return self._make(groups, torch.tensor(self.lr, device=groups[0]["params"][0].device), True, compile)
 
-    def _make(self, groups: Groups, lr: float | Tensor, **options: bool) -> torch.optim.Optimizer:
+    def _make(
+        self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile | None
+    ) -> torch.optim.Optimizer:
         raise NotImplementedError
 
     def groups(self, model: nn.Module) -> Groups:
@@ -130,9 +151,12 @@ class SGDOptions(OptimizerOptions):
     momentum: float = 0.9
     nesterov: bool = True
 
-    def _make(self, groups: Groups, lr: float | Tensor, **options: bool) -> torch.optim.Optimizer:
+    def _make(
+        self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile | None
+    ) -> torch.optim.Optimizer:
         nesterov = self.nesterov and self.momentum > 0
-        return torch.optim.SGD(groups, lr=lr, momentum=self.momentum, nesterov=nesterov, **options)
+        fused = capturable or None
+        return torch.optim.SGD(groups, lr=lr, momentum=self.momentum, nesterov=nesterov, fused=fused)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +165,11 @@ class SGDWOptions(OptimizerOptions):
 
     momentum: float = 0.9
 
-    def _make(self, groups: Groups, lr: float | Tensor, **options: bool) -> torch.optim.Optimizer:
-        return SGDW(groups, lr=lr, momentum=self.momentum)
+    def _make(
+        self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile | None
+    ) -> torch.optim.Optimizer:
+        options = {} if compile is None else {"compile": compile}
+        return SGDW(groups, lr=lr, momentum=self.momentum, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +181,11 @@ class AdamOptions(OptimizerOptions):
     beta1: float = 0.9
     beta2: float = 0.999
 
-    def _make(self, groups: Groups, lr: float | Tensor, **options: bool) -> torch.optim.Optimizer:
+    def _make(
+        self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile | None
+    ) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)
-        return torch.optim.Adam(groups, lr=lr, betas=betas, capturable=bool(options), **options)
+        return torch.optim.Adam(groups, lr=lr, betas=betas, capturable=capturable, fused=capturable or None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +194,11 @@ class AdamWOptions(AdamOptions):
 
     weight_decay: float = 1e-2
 
-    def _make(self, groups: Groups, lr: float | Tensor, **options: bool) -> torch.optim.Optimizer:
+    def _make(
+        self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile | None
+    ) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, capturable=bool(options), **options)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, capturable=capturable, fused=capturable or None)
 
 
 OPTIMIZERS: Catalogue[type[OptimizerOptions]] = Catalogue(

@@ -97,7 +97,7 @@ def make_parts(
     if not packed:
         flat = FlatParameters([group["params"] for group in groups])
         groups = [{**group, "params": [s]} for group, s in zip(groups, flat.stretches, strict=True)]
-    optimizer = recipe.optimizer.build(groups, capturable=engine.captures)
+    optimizer = recipe.optimizer.build(groups, engine.captures, engine.compiled)
     topology = Topology(
         recipe.topology,
         model,
