@@ -52,11 +52,7 @@ class FlatParameters:
     def view(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """The part of a tensor shaped like the parameter's stretch that belongs to the parameter."""
         slot = self._slots[id(parameter)]
-        part = tensor[slot.start : slot.start + parameter.numel()]
-        if not slot.channels_last:
-            return part.view(parameter.shape)
-        outputs, inputs, height, width = parameter.shape
-        return part.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+        return _shaped(tensor[slot.start : slot.start + parameter.numel()], parameter.shape, slot.channels_last)
 
     def start(self, parameter: Tensor) -> int:
         """Position of a parameter's first element in its stretch."""
@@ -71,16 +67,23 @@ class FlatParameters:
     def positions(self, parameter: Tensor) -> Tensor:
         """Positions of a parameter's elements, in the order of its flat indices, in the vector of all parameters."""
         slot = self._slots[id(parameter)]
-        stretch = self.stretches[slot.group]
-        begin = self._begins[slot.group]
-        numbers = torch.arange(begin, begin + len(stretch), device=stretch.device, dtype=torch.int32)
-        return self.view(parameter, numbers).reshape(-1)
+        first = self._begins[slot.group] + slot.start
+        numbers = torch.arange(first, first + parameter.numel(), device=parameter.device, dtype=torch.int32)
+        return _shaped(numbers, parameter.shape, slot.channels_last).reshape(-1)
 
 
 class _Slot(NamedTuple):
     group: int
     start: int
     channels_last: bool
+
+
+def _shaped(part: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
+    """A stretch of a vector as a view in the shape and memory format of a parameter."""
+    if not channels_last:
+        return part.view(shape)
+    outputs, inputs, height, width = shape
+    return part.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

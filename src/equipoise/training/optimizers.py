@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,22 +30,21 @@ class SGDW(torch.optim.Optimizer):
         lr: Learning rate at the start of training, lr₀; a tensor can be changed between replays of a CUDA graph.
         momentum: μ.
         weight_decay: wd.
-        compile: Applied to the function that steps a parameter.
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 0.1,
-        momentum: float = 0.9,
-        weight_decay: float = 5e-4,
-        compile: Compile = lambda function: function,
+        self, params: Iterable[Any], lr: float | Tensor = 0.1, momentum: float = 0.9, weight_decay: float = 5e-4
     ) -> None:
         if lr <= 0:
             raise UserError(f"lr={lr}: the learning rate is positive")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "first_lr": float(lr)}
         super().__init__(params, defaults)
-        self._compiled = compile(sgdw_step)
+        self._function: Callable[..., None] = sgdw_step
+
+    def compiled(self, compile: Compile) -> Self:
+        """Compile the function that steps a parameter."""
+        self._function = compile(sgdw_step)
+        return self
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
@@ -64,7 +63,7 @@ class SGDW(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         decay = group["weight_decay"] / group["first_lr"]
-        self._compiled(parameter.detach(), gradient, state["momentum_buffer"], group["lr"], group["momentum"], decay)
+        self._function(parameter.detach(), gradient, state["momentum_buffer"], group["lr"], group["momentum"], decay)
 
 
 def sgdw_step(
@@ -168,8 +167,8 @@ class SGDWOptions(OptimizerOptions):
     def _make(
         self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile | None
     ) -> torch.optim.Optimizer:
-        options = {} if compile is None else {"compile": compile}
-        return SGDW(groups, lr=lr, momentum=self.momentum, **options)
+        optimizer = SGDW(groups, lr=lr, momentum=self.momentum)
+        return optimizer if compile is None else optimizer.compiled(compile)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,20 +136,22 @@ def _wrong(status: object, printed: str) -> Iterator[str]:
         yield "printed control characters"
 
 
-def without_training() -> contextlib.ExitStack:
-    """Return a context in which commands do everything except train, draw, and ask git for the commit."""
+@contextlib.contextmanager
+def without_training() -> Iterator[None]:
+    """Let commands do everything except train, draw, and ask git for the commit."""
     result = {"test": {"plain": {"accuracy": 0.5}}}
-    stack = contextlib.ExitStack()
-    for name, value in {
+    replaced = {
         "equipoise.training.trainer.Trainer.run": lambda self: result,
         "equipoise.studies.demo.run_demo": lambda *_: None,
         "equipoise.display.figures._draw": lambda *_: None,
         "equipoise.studies.record.commit": lambda: None,
         "equipoise.analysis.descent.trajectories": dict,
-        "equipoise.display.descent_figure.draw_descent": lambda *_: None,
-    }.items():
-        stack.enter_context(mock.patch(name, value))
-    return stack
+        "equipoise.analysis.descent_figure.draw_descent": lambda *_: None,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(mock.patch(name, value))
+        yield
 
 
 # Messages about failures
