@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from equipoise.correction.batches import Batches, LossFunction, as_tuple
 from equipoise.correction.coefficient import Linear, Weight
+from equipoise.correction.corrected_step import CorrectedStep
 from equipoise.correction.cost import CostEstimate, estimate_cost
 from equipoise.correction.estimator import Estimator
 from equipoise.correction.full_pass import FullPass, compare_losses, due
 from equipoise.correction.gradients import Gradients
+from equipoise.correction.model_runner import Runner
 from equipoise.correction.modes import MODES, TABLE_TYPES
 from equipoise.correction.probe import Decision, decide
-from equipoise.correction.runner import Runner
 from equipoise.correction.snapshot import without_trace
 from equipoise.correction.state import copy_state
-from equipoise.correction.step import CorrectedStep
 from equipoise.errors import UserError
 from equipoise.topology import Topology
 from equipoise.world import World

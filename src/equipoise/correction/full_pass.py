@@ -9,8 +9,8 @@ from equipoise.correction.active_vector import ActiveVector
 from equipoise.correction.batches import Batches, LossFunction, as_tuple, check_losses
 from equipoise.correction.coefficient import Coefficient, Loss
 from equipoise.correction.estimator import Estimator
+from equipoise.correction.model_runner import Runner
 from equipoise.correction.modes import Mode
-from equipoise.correction.runner import Runner
 from equipoise.correction.snapshot import RandomState
 from equipoise.errors import UserError
 from equipoise.seeds import derive

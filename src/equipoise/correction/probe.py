@@ -11,7 +11,7 @@ from equipoise.correction.batches import LossFunction, check_losses
 from equipoise.correction.coefficient import Coefficient, GradientCoefficient
 from equipoise.correction.estimator import Estimator
 from equipoise.correction.gradients import Batch
-from equipoise.correction.runner import Runner
+from equipoise.correction.model_runner import Runner
 from equipoise.correction.snapshot import RandomState
 
 

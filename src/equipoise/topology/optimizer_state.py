@@ -1,10 +1,11 @@
-"""What two optimizers need when the topology changes."""
+"""What some optimizers need when the topology changes, and steps that are skipped."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor, nn
 
 from equipoise.storage.sparse_weight import SparseWeight
 
@@ -26,3 +27,29 @@ def start_rprop(optimizer: torch.optim.Optimizer, layers: Sequence[SparseWeight]
             size = optimizer.state.get(parameter, {}).get("step_size") if id(parameter) in sparse else None
             if size is not None:
                 size.masked_fill_(size == 0, float(group["lr"]))
+
+
+def loss_scale(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """The factor of the gradients that a GradScaler has told a fused optimizer for the time of its step."""
+    return getattr(optimizer, "grad_scale", None)
+
+
+class SkippedStep:
+    """Sets gradients aside: every optimizer leaves a parameter without gradient alone, its momentum and decay too."""
+
+    def __init__(self) -> None:
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the coming step of the optimizer change nothing."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the gradients back, unscaled as a step would leave them."""
+        scale = loss_scale(optimizer)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient if scale is None else gradient.div_(scale.to(gradient))
+        self._gradients = []

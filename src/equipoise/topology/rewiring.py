@@ -12,33 +12,54 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equipoise.errors import UserError
+from equipoise.seeds import derive
 from equipoise.storage.bitmap import get_bits
 from equipoise.storage.flat import FlatParameters
 from equipoise.storage.masked import ACTIVE, DROPPED, Compile, MaskedWeight
 from equipoise.storage.packed import PackedWeight
 from equipoise.storage.sparse_weight import SparseWeight
+from equipoise.topology.algorithm import Algorithm
+from equipoise.topology.bsr import BSRNet
+from equipoise.topology.followers import Followers
 
 NEWBORN = 1e-12  # |w| of a new connection
 BLOCK = 64  # indices counted together; no two weights share a block
 SPREAD = 128  # counters for each weight, so that additions to one of them do not queue up
 
-Followers = Callable[[nn.Parameter], list[Tensor]]
 States = Callable[[SparseWeight], list[Tensor]]
+
+
+def make_rewiring(
+    algorithm: Algorithm,
+    layers: Sequence[SparseWeight],
+    states: States,
+    followers: Followers,
+    flat: FlatParameters | None,
+    compile: Compile,
+) -> Rewiring | None:
+    """The rewiring of BSR-Net in the storage of the weights; `None` for other algorithms."""
+    if not isinstance(algorithm, BSRNet) or not layers:
+        return None
+    if packed := [layer for layer in layers if isinstance(layer, PackedWeight)]:
+        return PackedRewiring(algorithm, packed, states)
+    masked = [layer for layer in layers if isinstance(layer, MaskedWeight)]
+    return MaskedRewiring(algorithm, masked, followers, flat, compile)
 
 
 class Rewiring(ABC):
     """Rewires the weights of a topology after an optimizer step.
 
     Args:
+        algorithm: BSR-Net.
         layers: The sparse weights.
-        noise: Standard deviation of the noise on active weights, in units of the learning rate.
     """
 
-    def __init__(self, layers: Sequence[SparseWeight], noise: float) -> None:
-        self._noise = noise
+    def __init__(self, algorithm: BSRNet, layers: Sequence[SparseWeight]) -> None:
+        self._algorithm = algorithm
+        self._noise = algorithm.noise
         self.budget = sum(layer.final for layer in layers)
         device = layers[0].parameter.device
         self.generator = torch.Generator(device)
@@ -51,6 +72,20 @@ class Rewiring(ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.generator = torch.Generator(self._bounds.device)
+
+    def rewires(self, number: int) -> bool:
+        """Whether it rewires after step `number`, counted from 0."""
+        return (number + 1) % self._algorithm.rewire_every == 0
+
+    def seed(self, number: int) -> None:
+        """Seed the random numbers of step `number`."""
+        self.generator.manual_seed(derive(self._algorithm.seed, "rewire", number))
+
+    def after_step(self, number: int, rate: float | Tensor) -> None:
+        """Do everything that follows the optimizer's step `number`; `rate` is the learning rate."""
+        self.cross(rate, self.rewires(number))
+        if self.rewires(number):
+            self.refill()
 
     @abstractmethod
     def cross(self, rate: float | Tensor, drop: bool) -> None:
@@ -70,6 +105,13 @@ class Rewiring(ABC):
         drawn twice, and the count is exact. What falls on a full weight goes to the others by the room they have.
         """
 
+    def activity_of(self, stepped: Tensor) -> Tensor | None:
+        """The mask of a tensor that the optimizer steps, which changes on the device; `None` if it has none."""
+        return None
+
+    def recount(self) -> None:  # noqa: B027 - packed weights know their number
+        """Count active weights again when a number is next needed."""
+
     def _draw(self) -> Tensor:
         return torch.randint(2**62, (2, self.budget), generator=self.generator, device=self._bounds.device)
 
@@ -78,8 +120,8 @@ class MaskedRewiring(Rewiring):
     """Rewiring of masked weights.
 
     Args:
+        algorithm: BSR-Net.
         layers: The sparse weights.
-        noise: Standard deviation of the noise on active weights, in units of the learning rate.
         followers: Tensors that follow the one that the optimizer steps, such as its average; new connections start at
             zero in them.
         flat: The layout of the weights if they are views of one vector.
@@ -88,13 +130,13 @@ class MaskedRewiring(Rewiring):
 
     def __init__(
         self,
+        algorithm: BSRNet,
         layers: Sequence[MaskedWeight],
-        noise: float,
         followers: Followers,
         flat: FlatParameters | None,
         compile: Compile,
     ) -> None:
-        super().__init__(layers, noise)
+        super().__init__(algorithm, layers)
         self._layers, self._followers = list(layers), followers
         self._flat = flat if len({id(layer.masked) for layer in layers}) == 1 else None
         self._total = sum(layer.size for layer in layers)
@@ -108,6 +150,14 @@ class MaskedRewiring(Rewiring):
         self._last = torch.tensor([(end - 1) // BLOCK for end in ends], device=device)
         self._cross, self._count, self._share_out = compile(cross), compile(count_inactive), compile(share_out)
         self._choose, self._find = compile(choose), compile(find)
+
+    def activity_of(self, stepped: Tensor) -> Tensor | None:
+        found = (layer.masked.activity for layer in self._layers if layer.masked.tensor is stepped)
+        return next(found, None)
+
+    def recount(self) -> None:
+        for layer in self._layers:
+            layer.recount()
 
     def _remember_signs(self) -> None:
         """Keep the sign of every initial weight; 0 marks elements of the vector that are not sparse."""
@@ -174,7 +224,7 @@ class MaskedRewiring(Rewiring):
             weights = self._layers[0].masked.tensor.data
             weights[where] = self._signs[where].to(weights.dtype) * NEWBORN
             activity[where] = torch.where(wanted, ACTIVE, activity[where]).to(torch.int8)
-            for tensor in self._followers(self._layers[0].masked.tensor):
+            for tensor in self._followers.of(self._layers[0].masked.tensor):
                 tensor.index_fill_(0, where, 0)
             return
         newborn = torch.zeros_like(activity, dtype=torch.bool).index_fill_(0, where, True)
@@ -184,7 +234,7 @@ class MaskedRewiring(Rewiring):
             assert layer.memory is not None
             weight.copy_(torch.where(born, layer.memory.to(weight.dtype) * NEWBORN, weight))
             layer.activity.masked_fill_(born, ACTIVE)
-            for tensor in self._followers(layer.parameter):
+            for tensor in self._followers.of(layer.parameter):
                 tensor.masked_fill_(born, 0)
 
 
@@ -192,13 +242,13 @@ class PackedRewiring(Rewiring):
     """Rewiring of packed weights, whose memory holds one sign bit for each weight.
 
     Args:
+        algorithm: BSR-Net.
         layers: The sparse weights.
-        noise: Standard deviation of the noise on active weights, in units of the learning rate.
         states: Tensors that hold one number for each active weight; new connections start at zero in them.
     """
 
-    def __init__(self, layers: Sequence[PackedWeight], noise: float, states: States) -> None:
-        super().__init__(layers, noise)
+    def __init__(self, algorithm: BSRNet, layers: Sequence[PackedWeight], states: States) -> None:
+        super().__init__(algorithm, layers)
         for layer in layers:
             if layer.memory is None:
                 raise UserError(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,29 +15,21 @@ from equipoise.errors import UserError
 from equipoise.seeds import derive
 from equipoise.storage.flat import FlatParameters
 from equipoise.storage.masked import Compile, MaskedTensor, MaskedWeight
-from equipoise.storage.packed import PackedWeight
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
 from equipoise.topology.attach_checks import check_attaching, check_state
-from equipoise.topology.bsr import BSRNet
+from equipoise.topology.followers import Follower, Followers
+from equipoise.topology.growth import GrowthGradients
 from equipoise.topology.hooks import Hooks
 from equipoise.topology.initial import plan_layers
-from equipoise.topology.optimizer_state import restart_lbfgs, start_rprop
+from equipoise.topology.optimizer_state import SkippedStep, loss_scale, restart_lbfgs, start_rprop
 from equipoise.topology.packing import packed_weights
-from equipoise.topology.rewiring import MaskedRewiring, PackedRewiring, Rewiring
+from equipoise.topology.rewiring import make_rewiring
 from equipoise.topology.selection import unwrap
 from equipoise.world import World
 
 # Sparse weight -> weak reference to its topology: a second topology on the same weight is refused.
 _OWNERS = WeakIdKeyDictionary()
-
-
-class Follower(Protocol):
-    """Keeps one number for each weight outside the optimizer, such as a weight average."""
-
-    def tensor_of(self, stepped: nn.Parameter) -> Tensor | None:
-        """The tensor that follows one that the optimizer steps; `None` if there is none."""
-        ...
 
 
 class Topology:
@@ -54,7 +45,7 @@ class Topology:
         model: The model.
         optimizer: Its optimizer.
         total_steps: Number of optimizer steps of the whole training.
-        flat: The layout of the parameters if the optimizer steps flat.stretches.
+        flat: The layout of the parameters if the optimizer steps stretches of one vector.
         world: The processes that train the model together; found from the model by default.
         compile: Applied to functions that run on the device at every step.
         hooks: Whether to install hooks. Without them, the loop calls `take_gradients`, `before_step`, `after_step` and
@@ -82,28 +73,19 @@ class Topology:
         self.layers = _sparse_weights(algorithm, unwrap(model), flat, compile)
         masked = {id(la.masked): la.masked for la in self.layers if isinstance(la, MaskedWeight) and la.masked.shared}
         self._vectors = list(masked.values())  # tensors of several weights that are masked at once
-        self._skipped: list[tuple[nn.Parameter, Tensor]] = []
-        self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self._skipped = SkippedStep()
+        self._followers = Followers()
+        self.growth = GrowthGradients(algorithm, self.layers, self.world)
         self._hooks: Hooks | None = None
         check_attaching(self, model, _OWNERS)
         self._nonzeros = {layer.name: int(torch.count_nonzero(layer.parameter)) for layer in self.layers}
-        self._rewiring = self._make_rewiring(flat, compile)
+        self.rewiring = make_rewiring(algorithm, self.layers, self.states, self._followers, flat, compile)
         self.apply()
         for layer in self.layers:
             _OWNERS[layer.parameter] = weakref.ref(self)
-        self._record_growth()
-        self.seed()
+        self._begin_step()
         if hooks:
             self._hooks = Hooks(self)
-
-    def _make_rewiring(self, flat: FlatParameters | None, compile: Compile) -> Rewiring | None:
-        if not isinstance(self.algorithm, BSRNet) or not self.layers:
-            return None
-        packed = [layer for layer in self.layers if isinstance(layer, PackedWeight)]
-        if packed:
-            return PackedRewiring(packed, self.algorithm.noise, self.states)
-        masked = [layer for layer in self.layers if isinstance(layer, MaskedWeight)]
-        return MaskedRewiring(masked, self.algorithm.noise, self._following, flat, compile)
 
     # What a user asks for
 
@@ -168,7 +150,7 @@ class Topology:
         """Change the tensors of a follower together with the weights: zero what is dropped or grown."""
         self._followers.add(follower)
         for layer in self.layers:
-            for tensor in self._following(layer.stepped):
+            for tensor in self._followers.of(layer.stepped):
                 layer.hide_inactive(layer.view(tensor))
 
     def detach(self) -> None:
@@ -178,7 +160,7 @@ class Topology:
             self._hooks = None
         for layer in self.layers:
             _OWNERS.pop(layer.parameter, None)
-            layer.record_growth(False)
+        self.growth.stop()
 
     # One step: take_gradients after the backward passes, before_step, optimizer.step(), after_step, count_step
 
@@ -197,9 +179,7 @@ class Topology:
 
         For loops without hooks, which compute all gradients of a step at once.
         """
-        for layer in self.layers:
-            if isinstance(layer, MaskedWeight) and self.records_growth and layer.stepped.grad is not None:
-                layer.growth_recorder.add(layer.view(layer.stepped.grad), restart=True)
+        self.growth.take()
         for masked in self._vectors:
             if masked.tensor.grad is not None:
                 masked.hide_inactive(masked.tensor.grad)
@@ -207,17 +187,13 @@ class Topology:
     @torch.no_grad()
     def before_step(self) -> None:
         """Prepare the gradients of a step, after its last backward pass."""
-        if self.attached and (recorded := self.recorded_growth()):
-            self.set_growth(self.world.all_reduce_mean(recorded))
+        if self.attached:
+            self.growth.all_reduce()
         if self.algorithm.dense_gradient == "always":
             for layer in self.layers:
-                self.algorithm.observe(layer, self._loss_scale)
-        if self.update_is_next and self._skips_steps:
-            # Every optimizer leaves a parameter without gradient alone, its momentum and decay included.
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            self._skipped = [(p, p.grad) for p in parameters if p.grad is not None]
-            for parameter in parameters:
-                parameter.grad = None
+                self.algorithm.observe(layer, loss_scale(self.optimizer))
+        if self.update_is_next and isinstance(self.algorithm, Dynamic) and self.algorithm.step_at_update == "skip":
+            self._skipped.begin(self.optimizer)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -225,108 +201,35 @@ class Topology:
 
         Between update steps this never waits for a device and changes no counter: a CUDA graph can replay it.
         """
-        for parameter, gradient in self._skipped:
-            scale = self._loss_scale
-            parameter.grad = gradient if scale is None else gradient.div_(scale.to(gradient))  # as a step would
-        self._skipped = []
-        if self._rewiring is None and self._hooks is not None:
+        self._skipped.end(self.optimizer)
+        if self.rewiring is not None:
+            self.rewiring.after_step(self.steps, self.optimizer.param_groups[0]["lr"])
+        elif self.attached:
             # In a loop without hooks nobody else changes weights: masked gradients keep inactive ones at zero.
             self.apply()
-        if self._rewiring is not None:
-            self._rewiring.cross(self.optimizer.param_groups[0]["lr"], self.rewires_next)
-            if self.rewires_next:
-                self._rewiring.refill()
         if self.update_is_next:
             self._update()
         start_rprop(self.optimizer, self.layers)
 
     def count_step(self) -> None:
         """Count a step, and prepare the next one."""
-        rewired = self.rewires_next
-        if rewired:
-            for layer in self.layers:
-                if isinstance(layer, MaskedWeight):
-                    layer.recount()
-        if rewired or self.update_is_next:
+        if self.rewires_next and self.rewiring is not None:
+            self.rewiring.recount()
+        if self.rewires_next or self.update_is_next:
             self.updates += 1
             restart_lbfgs(self.optimizer)
         self.steps += 1
-        self._record_growth()
-        self.seed()
+        self._begin_step()
 
-    def seed(self) -> None:
-        """Seed the random numbers of the next step's rewiring."""
-        if self._rewiring is not None:
-            self._rewiring.generator.manual_seed(derive(self.algorithm.seed, "rewire", self.steps))
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """The generators that `after_step` draws from between update steps."""
-        return [] if self._rewiring is None else [self._rewiring.generator]
-
-    def activity_of(self, stepped: nn.Parameter) -> Tensor | None:
-        """The mask of a tensor that the optimizer steps, if it changes on the device after every step."""
-        if not isinstance(self._rewiring, MaskedRewiring):
-            return None
-        masked = (layer.masked for layer in self.layers if isinstance(layer, MaskedWeight))
-        return next((each.activity for each in masked if each.tensor is stepped), None)
+    def _begin_step(self) -> None:
+        self.growth.begin_step(self.update_is_next)
+        if self.rewiring is not None:
+            self.rewiring.seed(self.steps)
 
     @property
     def rewires_next(self) -> bool:
         """Whether BSR-Net rewires after the next step."""
-        every = self.algorithm.rewire_every if isinstance(self.algorithm, BSRNet) else 0
-        return self._rewiring is not None and (self.steps + 1) % every == 0
-
-    @property
-    def records_growth(self) -> bool:
-        """Whether the next step needs the gradient of inactive weights."""
-        needed = self.algorithm.dense_gradient
-        return needed == "always" or (needed == "at updates" and self.update_is_next)
-
-    @property
-    def grows_by_corrected(self) -> bool:
-        """Whether growth uses the corrected gradient of inactive weights."""
-        return getattr(self.algorithm, "growth", "batch") == "corrected"
-
-    @torch.no_grad()
-    def add_to_growth(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
-        """Add a correction of all weights to the recorded gradients, for growth by the corrected gradient."""
-        parts = {id(parameter): tensor for parameter, tensor in zip(parameters, tensors, strict=True)}
-        for layer in self.layers:
-            if layer.growth is not None and id(layer.parameter) in parts:
-                layer.growth = layer.growth + parts[id(layer.parameter)]
-
-    def _record_growth(self) -> None:
-        for layer in self.layers:
-            layer.record_growth(self.records_growth)
-
-    def recorded_growth(self) -> list[Tensor]:
-        """The gradients that this process has recorded, to be averaged: one for each weight, and which of them exist.
-
-        Empty in a single process and if the next step needs none.
-        """
-        if self.world.alone or not self.records_growth:
-            return []
-        found = [torch.zeros(layer.mask().shape) if layer.growth is None else layer.growth for layer in self.layers]
-        found = [tensor.to(layer.parameter) for tensor, layer in zip(found, self.layers, strict=True)]
-        known = found[0].new_tensor([float(layer.growth is not None) for layer in self.layers])
-        return [*found, known]
-
-    def set_growth(self, means: Sequence[Tensor]) -> None:
-        """Replace the recorded gradients by the means of `recorded_growth` over the processes."""
-        *growth, fractions = means
-        for layer, mean, fraction in zip(self.layers, growth, fractions.tolist(), strict=True):
-            if fraction > 0:
-                layer.growth = mean
-
-    @property
-    def _skips_steps(self) -> bool:
-        return isinstance(self.algorithm, Dynamic) and self.algorithm.step_at_update == "skip"
-
-    @property
-    def _loss_scale(self) -> Tensor | None:
-        """The factor of the gradients that a GradScaler has told a fused optimizer for the time of its step."""
-        return getattr(self.optimizer, "grad_scale", None)
+        return self.rewiring is not None and self.rewiring.rewires(self.steps)
 
     def _update(self) -> None:
         assert isinstance(self.algorithm, Dynamic)
@@ -343,12 +246,8 @@ class Topology:
 
     def states(self, layer: SparseWeight) -> list[Tensor]:
         """Tensors that change together with a weight: optimizer state (momentum, moments, ...) and followers."""
-        followers = [layer.view(tensor) for tensor in self._following(layer.stepped)]
+        followers = [layer.view(tensor) for tensor in self._followers.of(layer.stepped)]
         return [*layer.states(self.optimizer), *followers]
-
-    def _following(self, stepped: nn.Parameter) -> list[Tensor]:
-        found = [follower.tensor_of(stepped) for follower in self._followers]
-        return [tensor for tensor in found if tensor is not None]
 
     def check_equal(self) -> None:
         """Stop if the processes have different masks: the gradients that they average would not belong together."""
@@ -395,11 +294,10 @@ class Topology:
                 "attaching set weights to zero that the loaded state calls active; load the model after attaching",
                 stacklevel=3,
             )
-        self._record_growth()
-        self.seed()
+        self._begin_step()
 
     def _load_memory(self, layer: SparseWeight, memory: Tensor | None) -> None:
-        if layer.memory is not None and memory is not None and self._rewiring is not None:
+        if layer.memory is not None and memory is not None and self.rewiring is not None:
             layer.memory.copy_(memory)  # a view of the signs of all weights
         else:
             layer.memory = None if memory is None else memory.to(layer.parameter.device, copy=True)
@@ -411,17 +309,16 @@ class Topology:
         """
         new = object.__new__(type(self))
         memo[id(self)] = new
-        kept = {key: value for key, value in self.__dict__.items() if key not in ("_hooks", "_skipped", "_followers")}
+        kept = {key: value for key, value in self.__dict__.items() if key != "_hooks"}
         new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in kept.items()})
-        new._skipped, new._followers, new._hooks = [], weakref.WeakSet(), None
+        new._hooks = None
+        new._begin_step()  # generators, and the probes of packed layers, are not copied
         if self.attached:
-            new._record_growth()  # a copied packed layer does not record by itself
             for layer, own in zip(self.layers, new.layers, strict=True):
                 _OWNERS[own.parameter] = weakref.ref(new)
                 if layer.growth is not None:
                     own.growth = layer.growth.clone()
             new._hooks = Hooks(new)
-        new.seed()
         return new
 
 

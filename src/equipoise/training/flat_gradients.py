@@ -76,7 +76,7 @@ class FlatGradients(Gradients):
         (ref,) = batch
         loss = self._passes.differentiate(ref, at_snapshot=False)
         if topology is not None:
-            key = None if topology.records_growth else ("take gradients",)
+            key = None if topology.growth.recorded else ("take gradients",)
             self._engine.run(key, topology.take_gradients)
         return loss
 

@@ -58,8 +58,8 @@ class Step:
         device = next(model.parameters()).device
         self._on_cpu = device.type == "cpu"
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        for generator in topology.generators:
-            engine.register(generator)
+        if topology.rewiring is not None:
+            engine.register(topology.rewiring.generator)
 
     def __call__(self, number: int, learning_rate: float) -> int:
         """Take step `number` of the run, counted from 0; return its number of images, over all processes."""
@@ -79,7 +79,7 @@ class Step:
     def _is_plain(self) -> bool:
         """Whether a recording engine can run the coming step at once: no correction, topology update or clipping."""
         topology = self._topology
-        special = self._correction.corrects_next_step or topology.update_is_next or topology.records_growth
+        special = self._correction.corrects_next_step or topology.update_is_next or topology.growth.recorded
         return self._engine.captures and not special and not self._clip
 
     def _plain_step(self, ref: BatchRef, size: int, gradients: Callable[[], Tensor]) -> None:

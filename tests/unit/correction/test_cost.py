@@ -60,7 +60,7 @@ def test_corrected_growth_keeps_inactive_weights_too() -> None:
     correction, topology, _, tensors = sparse(SVRG(), growth="corrected")
     values = sum(p.numel() for p in correction.model.parameters())
     assert correction.estimate_cost(10).memory == tensors + 3 * values * ROW
-    assert topology.grows_by_corrected
+    assert topology.growth.corrected
 
 
 def test_the_estimate_is_the_memory_that_is_held() -> None:

@@ -12,8 +12,8 @@ from equipoise.correction.batches import LossFunction
 from equipoise.correction.coefficient import Coefficient, Weight
 from equipoise.correction.full_pass import LossPair
 from equipoise.correction.gradients import Batch
+from equipoise.correction.model_runner import Runner
 from equipoise.correction.modes import Mode, OldGradient
-from equipoise.correction.runner import Runner
 from equipoise.correction.snapshot import RandomState
 from equipoise.correction.step_statistics import StepStatistics
 
@@ -91,14 +91,14 @@ class CorrectedStep:
         delta = deviation * -weight
         self._runner.gradients.add(vector, delta if scale == 1 else delta * scale)
         if everywhere is not None and self._runner.topology is not None:
-            self._runner.topology.add_to_growth(vector.parameters, vector.unpack(everywhere.mul_(-weight * scale)))
+            self._runner.topology.growth.add(vector.parameters, vector.unpack(everywhere.mul_(-weight * scale)))
         return Applied(deviation, delta, weight.mean())
 
     @property
     def _growth_is_next(self) -> bool:
         """Whether the next topology update scores inactive weights by the corrected gradient."""
         topology = self._runner.topology
-        return topology is not None and topology.grows_by_corrected and topology.update_is_next
+        return topology is not None and topology.growth.corrected and topology.update_is_next
 
     @torch.no_grad()
     def _all_reduce_and_learn(self, loss: Tensor, new: Tensor, old: OldGradient, applied: Applied) -> Tensor:

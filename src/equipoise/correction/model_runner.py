@@ -36,7 +36,7 @@ class Runner:
     @property
     def every_index(self) -> bool:
         """Whether inactive weights are corrected too, for growth by the corrected gradient."""
-        return self.topology is not None and self.topology.grows_by_corrected
+        return self.topology is not None and self.topology.growth.corrected
 
     def active_vector(self) -> ActiveVector:
         """Make the vector of the weights that are corrected from now on."""
@@ -79,8 +79,8 @@ class Runner:
         Gradients that a topology without hooks has recorded for growth are averaged in the same all-reduce.
         """
         topology = self.topology
-        growth = [] if topology is None or topology.attached else topology.recorded_growth()
+        growth = [] if topology is None or topology.attached else topology.growth.local()
         means = self.gradients.all_reduce_mean(self.world, self.parameters, [*growth, *others])
         if topology is not None and growth:
-            topology.set_growth(means[: len(growth)])
+            topology.growth.set(means[: len(growth)])
         return means[len(growth) :]

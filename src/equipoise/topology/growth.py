@@ -1,0 +1,87 @@
+"""The gradients of inactive weights that growth looks at, from one optimizer step to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.storage.masked import MaskedWeight
+from equipoise.storage.sparse_weight import SparseWeight
+from equipoise.topology.algorithm import Algorithm
+from equipoise.world import World
+
+
+class GrowthGradients:
+    """Records the gradients of all weights, active or not, during steps whose growth needs them.
+
+    Args:
+        algorithm: Says at which steps it needs them.
+        layers: The sparse weights.
+        world: The processes that train the model together.
+
+    Attributes:
+        recorded: Whether the gradients of the coming step are recorded.
+        corrected: Whether growth uses the corrected gradient instead of the batch gradient.
+    """
+
+    def __init__(self, algorithm: Algorithm, layers: Sequence[SparseWeight], world: World) -> None:
+        self._needed = algorithm.dense_gradient
+        self._layers = layers
+        self._world = world
+        self.recorded = False
+        self.corrected = getattr(algorithm, "growth", "batch") == "corrected"
+
+    def begin_step(self, update: bool) -> None:
+        """Forget the gradients of the last step and record those of the next one, if it needs them.
+
+        Args:
+            update: Whether the next step is an update step.
+        """
+        self.recorded = self._needed == "always" or (self._needed == "at updates" and update)
+        for layer in self._layers:
+            layer.record_growth(self.recorded)
+
+    def stop(self) -> None:
+        """Stop recording."""
+        for layer in self._layers:
+            layer.record_growth(False)
+
+    def take(self) -> None:
+        """Record what is in `.grad` of masked weights before it is masked, for loops without hooks."""
+        for layer in self._layers if self.recorded else ():
+            if isinstance(layer, MaskedWeight) and layer.stepped.grad is not None:
+                layer.growth_recorder.add(layer.view(layer.stepped.grad), restart=True)
+
+    @torch.no_grad()
+    def add(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
+        """Add a correction of all weights, for growth by the corrected gradient."""
+        parts = {id(parameter): tensor for parameter, tensor in zip(parameters, tensors, strict=True)}
+        for layer in self._layers:
+            if layer.growth is not None and id(layer.parameter) in parts:
+                layer.growth = layer.growth + parts[id(layer.parameter)]
+
+    def local(self) -> list[Tensor]:
+        """What this process has recorded and must be averaged: one tensor for each weight, and which of them exist.
+
+        Empty in a single process and if the next step needs none.
+        """
+        if self._world.alone or not self.recorded:
+            return []
+        found = [torch.zeros(layer.mask().shape) if layer.growth is None else layer.growth for layer in self._layers]
+        found = [tensor.to(layer.parameter) for tensor, layer in zip(found, self._layers, strict=True)]
+        known = found[0].new_tensor([float(layer.growth is not None) for layer in self._layers])
+        return [*found, known]
+
+    def set(self, means: Sequence[Tensor]) -> None:
+        """Replace what was recorded by the means of `local` over the processes."""
+        *growth, fractions = means
+        for layer, mean, fraction in zip(self._layers, growth, fractions.tolist(), strict=True):
+            if fraction > 0:
+                layer.growth = mean
+
+    def all_reduce(self) -> None:
+        """Average what was recorded over the processes."""
+        if local := self.local():
+            self.set(self._world.all_reduce_mean(local))
