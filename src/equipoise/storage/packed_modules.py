@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.errors import UserError
-from equipoise.kernels import library as kernels
-from equipoise.kernels import operators as functional
+from equipoise.kernels import library, operators
 from equipoise.kernels.arena import NO_BORDER, Border
 from equipoise.kernels.blocked import Blocked, from_blocked, to_blocked
 from equipoise.kernels.taps import ConvShape, Pattern
@@ -152,27 +151,26 @@ class PackedLayer(nn.Module):
 
     def how(self) -> str:
         """In words, how the layer runs."""
-        if not kernels.available():
-            return f"dense: {kernels.reason()}"
+        if not library.available():
+            return f"dense: {library.reason()}"
         return "dense: too many active weights for the sparse kernel to win" if self.dense else "sparse"
 
-    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER, relu: bool = False) -> Tensor | Blocked:
-        if self.dense or not kernels.available():
-            return self._run_dense(x, border, relu)
+    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
+        if self.dense or not library.available():
+            return self._run_dense(x, border)
         if isinstance(x, Blocked):
-            return self._run_blocked(x, border, relu)
+            return self._run_blocked(x, border)
         self._check(x)
-        return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER, relu))
+        return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER))
 
-    def _run_blocked(self, x: Blocked, border: Border, relu: bool) -> Blocked:
+    def _run_blocked(self, x: Blocked, border: Border) -> Blocked:
         if x.dims != self.dims:
             raise self._wrong_dims(x.plain_shape)
         self.check_values()
-        return functional.conv(x, self.values, self.bias, self.pattern, border, relu, self._active_probe())
+        return operators.conv(x, self.values, self.bias, self.pattern, border, self._active_probe())
 
-    def _run_dense(self, x: Tensor | Blocked, border: Border, relu: bool) -> Tensor | Blocked:
+    def _run_dense(self, x: Tensor | Blocked, border: Border) -> Tensor | Blocked:
         out = self.dense_forward(from_blocked(x) if isinstance(x, Blocked) else x)
-        out = out.relu() if relu else out
         return to_blocked(out, border) if isinstance(x, Blocked) else out
 
     def dense_forward(self, x: Tensor) -> Tensor:
@@ -234,14 +232,14 @@ class PackedLinear(PackedLayer):
 
     dims = 2
 
-    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER, relu: bool = False) -> Tensor | Blocked:
+    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
         if isinstance(x, Blocked):
             if x.dims == 2:
-                return super().forward(x, NO_BORDER, relu)
-            return to_blocked(cast(Tensor, self.forward(from_blocked(x), relu=relu)), border)
+                return super().forward(x)
+            return to_blocked(cast(Tensor, self.forward(from_blocked(x))), border)
         if not x.dim():
             raise self._wrong_dims(())
-        out = cast(Tensor, super().forward(x.reshape(x.shape[:-1].numel(), x.shape[-1]), relu=relu))
+        out = cast(Tensor, super().forward(x.reshape(x.shape[:-1].numel(), x.shape[-1])))
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def dense_forward(self, x: Tensor) -> Tensor:
@@ -342,11 +340,11 @@ class BlockedBatchNorm(_BatchNorm):
             return super().forward(x)
         self.check_channels(x.data.shape[1])
         by_batch = self.training or self.running_mean is None
-        how = functional.Fused(
-            functional.BATCH if by_batch else functional.FIXED, relu, pool, self.eps, self._momentum(), border
+        how = operators.Fused(
+            operators.BATCH if by_batch else operators.FIXED, relu, pool, self.eps, self._momentum(), border
         )
         running = None if self.running_mean is None else (self.running_mean, cast(Tensor, self.running_var))
-        return functional.fused(x, how, self.weight, self.bias, running, residual)
+        return operators.fused(x, how, self.weight, self.bias, running, residual)
 
     def check_channels(self, channels: int) -> None:
         """The kernels trust that there is a mean and a variance for every channel."""

@@ -30,7 +30,7 @@ def erk(shape: Sequence[int]) -> float:
     return sum(shape) / math.prod(shape)
 
 
-RULES = Catalogue("distribution", {"uniform": uniform, "er": er, "erk": erk})
+DENSITY_RULES = Catalogue("distribution", {"uniform": uniform, "er": er, "erk": erk})
 
 
 def active_counts(
@@ -49,7 +49,7 @@ def active_counts(
     budget = round(density * sum(sizes.values()))
     if distribution == "bsr":
         return whole_counts(_bsr(model, sizes, density, budget), sizes, budget)
-    rule = RULES[distribution]
+    rule = DENSITY_RULES[distribution]
     return whole_counts(_saturate({n: rule(s) * sizes[n] for n, s in shapes.items()}, sizes, budget), sizes, budget)
 
 

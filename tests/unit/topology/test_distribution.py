@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from equipoise.errors import UserError
 from equipoise.models import resnet34, vgg16, vgg_c
-from equipoise.topology.distribution import RULES, Shapes, active_counts, whole_counts
+from equipoise.topology.distribution import DENSITY_RULES, Shapes, active_counts, whole_counts
 from equipoise.topology.selection import select
 
 dimension = st.integers(1, 40)
@@ -23,7 +23,7 @@ shape = st.one_of(
 )
 networks = st.lists(shape, min_size=1, max_size=8).map(lambda s: {f"layer{i}": x for i, x in enumerate(s)})
 densities = st.floats(0.001, 1)
-rules = st.sampled_from(sorted(RULES))
+rules = st.sampled_from(sorted(DENSITY_RULES))
 
 
 def shapes_of(model: object) -> dict[str, tuple[int, ...]]:
@@ -82,7 +82,7 @@ def test_no_layer_loses_when_the_budget_grows(rule: str, shapes: Shapes, pair: t
 
 @given(shapes=networks)
 def test_full_density_is_dense(shapes: Shapes) -> None:
-    for rule in RULES:
+    for rule in DENSITY_RULES:
         assert active_counts(rule, shapes, 1.0) == {name: math.prod(s) for name, s in shapes.items()}
 
 
