@@ -1,4 +1,4 @@
-"""What two optimizers need when the topology changes."""
+"""Reset the state of LBFGS and Rprop when the topology changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from equipoise.storage.sparse_weight import SparseWeight
 
 
 def restart_lbfgs(optimizer: torch.optim.Optimizer) -> None:
-    """Clear LBFGS's curvature, which is that of the old topology, and the number of weights that it has cached."""
+    """Clear the curvature of LBFGS, which belongs to the old topology, and its cached number of weights."""
     if isinstance(optimizer, torch.optim.LBFGS):
         optimizer.state.clear()
         optimizer._numel_cache = None

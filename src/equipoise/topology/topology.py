@@ -1,4 +1,4 @@
-"""A topology at work: the masks of a model, kept at every step of its optimizer."""
+"""The topology of a model: its masks, applied at every step of its optimizer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Follower(Protocol):
     """Keeps one number for each weight outside the optimizer, such as a weight average."""
 
     def tensor_of(self, stepped: nn.Parameter) -> Tensor | None:
-        """The tensor that follows one that the optimizer steps; `None` if there is none."""
+        """The tensor that follows `stepped`, which the optimizer steps; `None` if there is none."""
         ...
 
 
@@ -54,7 +54,7 @@ class Topology:
         model: The model.
         optimizer: Its optimizer.
         total_steps: Number of optimizer steps of the whole training.
-        flat: The layout of the parameters if the optimizer steps flat.stretches.
+        flat: The layout of the parameters if the optimizer steps `flat.stretches`.
         world: The processes that train the model together; found from the model by default.
         compile: Applied to functions that run on the device at every step.
         hooks: Whether to install hooks. Without them, the loop calls `take_gradients`, `before_step`, `after_step` and
@@ -105,7 +105,7 @@ class Topology:
         masked = [layer for layer in self.layers if isinstance(layer, MaskedWeight)]
         return MaskedRewiring(masked, self.algorithm.noise, self._following, flat, compile)
 
-    # What a user asks for
+    # Properties
 
     @staticmethod
     def of(model: nn.Module) -> Topology | None:
@@ -149,13 +149,13 @@ class Topology:
 
     @property
     def attached(self) -> bool:
-        """Whether its hooks are installed."""
+        """Whether the hooks of the topology are installed."""
         return self._hooks is not None
 
     def __repr__(self) -> str:
         kind = f"{type(self.algorithm).__name__}, {self.storage}"
-        share = f"{self.active:,} of {self.size:,} weights active ({self.density:.2%})"
-        return f"<{kind}: {share}, step {self.steps}, {self.updates} updates>"
+        count = f"{self.active:,} of {self.size:,} weights active ({self.density:.2%})"
+        return f"<{kind}: {count}, step {self.steps}, {self.updates} updates>"
 
     @torch.no_grad()
     def project(self, tensors: dict[str, Tensor]) -> None:
@@ -165,7 +165,7 @@ class Topology:
                 layer.hide_inactive(tensors[layer.name])
 
     def follow(self, follower: Follower) -> None:
-        """Change the tensors of a follower together with the weights: zero what is dropped or grown."""
+        """Change the tensors of a follower together with the weights: dropped and grown entries become zero."""
         self._followers.add(follower)
         for layer in self.layers:
             for tensor in self._following(layer.stepped):
@@ -227,10 +227,12 @@ class Topology:
         """
         for parameter, gradient in self._skipped:
             scale = self._loss_scale
-            parameter.grad = gradient if scale is None else gradient.div_(scale.to(gradient))  # as a step would
+            parameter.grad = (
+                gradient if scale is None else gradient.div_(scale.to(gradient))
+            )  # a step would also divide by the scale
         self._skipped = []
         if self._rewiring is None and self._hooks is not None:
-            # In a loop without hooks nobody else changes weights: masked gradients keep inactive ones at zero.
+            # A loop without hooks masks the gradients and changes weights only by its steps: inactive ones stay zero.
             self.apply()
         if self._rewiring is not None:
             self._rewiring.cross(self.optimizer.param_groups[0]["lr"], self.rewires_next)
@@ -301,9 +303,9 @@ class Topology:
             layer.record_growth(self.records_growth)
 
     def recorded_growth(self) -> list[Tensor]:
-        """The gradients that this process has recorded, to be averaged: one for each weight, and which of them exist.
+        """The gradients that this process has recorded, and a vector that says which of them exist, to be averaged.
 
-        Empty in a single process and if the next step needs none.
+        The list is empty in a single process and if the next step needs no gradients.
         """
         if self.world.alone or not self.records_growth:
             return []
@@ -325,7 +327,7 @@ class Topology:
 
     @property
     def _loss_scale(self) -> Tensor | None:
-        """The factor of the gradients that a GradScaler has told a fused optimizer for the time of its step."""
+        """The loss scale that a GradScaler has given to a fused optimizer for the duration of its step."""
         return getattr(self.optimizer, "grad_scale", None)
 
     def _update(self) -> None:
@@ -333,7 +335,7 @@ class Topology:
         assert self.window is not None
         for layer in self.layers:
             if not layer.parameter.requires_grad:
-                continue  # frozen since
+                continue  # frozen after attaching
             generator = torch.Generator(layer.parameter.device)
             generator.manual_seed(derive(self.algorithm.seed, "growth", self.updates + 1, layer.name))
             choice = self.algorithm.choose(layer, self.window, self.steps + 1, generator)
@@ -351,7 +353,7 @@ class Topology:
         return [tensor for tensor in found if tensor is not None]
 
     def check_equal(self) -> None:
-        """Stop if the processes have different masks: the gradients that they average would not belong together."""
+        """Raise an error if the processes have different masks: the mean of their gradients would be meaningless."""
         if self.world.alone:
             return
         first, *others = self.world.all_gather_object([layer.digest() for layer in self.layers])
@@ -360,7 +362,7 @@ class Topology:
                 if here != there:
                     raise UserError(
                         f'processes 0 and {rank} have different masks of "{layer.name}" after update {self.updates}: '
-                        "they run different code, or one of them computes wrongly; resume from the last checkpoint"
+                        "they run different code or one of them computed a wrong value; resume from the last checkpoint"
                     )
 
     # Save, load, copy
@@ -379,8 +381,8 @@ class Topology:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the masks and counters of a saved topology. A wrong state is refused and changes nothing.
 
-        To resume, attach first, as in the run that was saved, and then load the model, the optimizer and this:
-        attaching sets the weights outside the initial mask to zero.
+        To resume, attach first, as in the run that was saved, and then load the model, the optimizer and the
+        topology: attaching sets the weights outside the initial mask to zero.
         """
         counts = check_state(self, state)
         self.steps, self.updates = state["steps"], state["updates"]
@@ -392,7 +394,7 @@ class Topology:
             lost |= isinstance(layer, MaskedWeight) and before < self._nonzeros[layer.name] <= counts[layer.name]
         if lost:
             warnings.warn(
-                "attaching set weights to zero that the loaded state calls active; load the model after attaching",
+                "attaching set weights to zero that are active in the loaded state; load the model after attaching",
                 stacklevel=3,
             )
         self._record_growth()
@@ -405,7 +407,7 @@ class Topology:
             layer.memory = None if memory is None else memory.to(layer.parameter.device, copy=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
-        """A copy that works on the copied model and optimizer if the three are copied together.
+        """Return a copy that works on the copied model and optimizer if the three are copied together.
 
         Optimizers and parameters lose their hooks when copied, so the copy installs its own.
         """

@@ -157,7 +157,7 @@ def test_an_algorithm_of_another_density_is_refused(other: Algorithm, densities:
     with pytest.raises(UserError, match="packed for a density of") as error:
         other.attach(model, sgd(model), 30)
     told = one_line(error)
-    assert f"density of {densities[0]}, {type(other).__name__} is to have {densities[1]} (" in told
+    assert f"density of {densities[0]}, {type(other).__name__} needs {densities[1]} (" in told
 
 
 # Loading
