@@ -155,9 +155,7 @@ class Dynamic(Algorithm):
     def window(self, total_steps: int | None) -> Window:
         if total_steps is None:
             name = type(self).__name__
-            raise UserError(
-                f"{name} needs total_steps, the number of optimizer steps of the whole training, in attach()"
-            )
+            raise UserError(f"{name} needs total_steps, the number of optimizer steps, in attach()")
         return Window(self.every, self.begin, self.until, total_steps)
 
     def target(self, layer: SparseWeight, completion: float) -> int:

@@ -50,9 +50,7 @@ def _check_optimizer(topology: Topology) -> None:
     known = {id(p) for group in topology.optimizer.param_groups for p in group["params"]}
     for layer in topology.layers:
         if id(layer.stepped) not in known:
-            raise UserError(
-                f'the optimizer does not have "{layer.name}"; pass the weight to the optimizer or exclude it'
-            )
+            raise UserError(f'the optimizer does not have "{layer.name}"; pass it to the optimizer or exclude it')
 
 
 def _check_wrapper(topology: Topology, model: nn.Module) -> None:

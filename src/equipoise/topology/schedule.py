@@ -57,7 +57,7 @@ class Window:
             raise UserError(f"total_steps={self.total}: training must have at least 1 optimizer step")
         if not 0 <= self.begin < self.until <= 1:
             raise UserError(
-                f"begin={self.begin}, until={self.until}: fractions of training must satisfy 0 <= begin < until <= 1"
+                f"begin={self.begin}, until={self.until}: fractions of training must be 0 <= begin < until <= 1"
             )
 
     @property

@@ -226,10 +226,8 @@ class Topology:
         Between update steps this never waits for a device and changes no counter: a CUDA graph can replay it.
         """
         for parameter, gradient in self._skipped:
-            scale = self._loss_scale
-            parameter.grad = (
-                gradient if scale is None else gradient.div_(scale.to(gradient))
-            )  # a step would also divide by the scale
+            scale = self._loss_scale  # the step would have divided by it
+            parameter.grad = gradient if scale is None else gradient.div_(scale.to(gradient))
         self._skipped = []
         if self._rewiring is None and self._hooks is not None:
             # A loop without hooks masks the gradients and changes weights only by its steps: inactive ones stay zero.
