@@ -129,7 +129,7 @@ class PackedLayer(nn.Module):
 
     @property
     def pattern(self) -> Pattern:
-        """The pattern of the current indices. Two are cached, because a correction alternates between two topologies."""
+        """The pattern of the current indices. Two are cached: a correction alternates between two topologies."""
         for pattern in self._patterns:
             if pattern.fits(self.index):
                 return pattern

@@ -162,9 +162,7 @@ class SparseWeight(ABC):
         here = tuple(self.mask().shape)
         there = tuple(state["shape"].tolist()) if "shape" in state else None
         if there != here:
-            raise UserError(
-                f'the mask of "{self.name}" has shape {there}, but the weight has {here}: the state is of another model'
-            )
+            raise UserError(f'the mask of "{self.name}" has shape {there}, the weight has {here}: the models differ')
         for name in names:
             bits = state.get(name)
             if bits is None or bits.dtype != torch.uint8 or bits.shape != (-(-self.size // 8),):

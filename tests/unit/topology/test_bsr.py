@@ -244,5 +244,5 @@ def test_wrong_options_are_refused() -> None:
     with pytest.raises(UserError, match="noise=-1"):
         BSRNet(noise=-1)
     model = perceptron()
-    with pytest.raises(UserError, match="known for vgg16"):
+    with pytest.raises(UserError, match="known only for vgg16"):
         BSRNet().attach(model, torch.optim.SGD(model.parameters(), lr=LR))

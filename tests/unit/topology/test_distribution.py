@@ -143,10 +143,10 @@ def test_explicit_densities_by_pattern_or_in_order() -> None:
     [
         ([0.5, 0.5], "2 densities are given for 4 sparse layers"),
         ({"stem": 0.5}, 'no density is given for "body.0.weight"'),
-        ({"steem": 0.5, "*": 0.1}, '"steem", which no sparse weight is called'),
-        ({"*": 1.5}, 'density 1.5 of "stem.weight" is not between 0 and 1'),
+        ({"steem": 0.5, "*": 0.1}, '"steem", which matches no sparse weight'),
+        ({"*": 1.5}, 'density 1.5 of "stem.weight" must be between 0 and 1'),
         ("erkk", '"erkk"; did you mean "erk"?'),
-        ("bsr", "known for vgg16"),
+        ("bsr", "known only for vgg16"),
     ],
 )
 def test_wrong_distributions_are_refused_in_one_line(distribution: object, message: str) -> None:
