@@ -7,7 +7,7 @@ from typing import Any
 
 BASE: dict[str, Any] = {
     "model": {"name": "mlp", "hidden": 16},
-    "data": {"name": "digits", "batch": 360, "augment": {"pad": 2}},
+    "data": {"name": "digits", "batch": 479, "augment": {"pad": 2}},  # three equal batches
     "schedule": {"name": "cosine"},
     "storage": "masked",
     "precision": "float32",

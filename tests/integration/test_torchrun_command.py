@@ -92,7 +92,7 @@ def test_what_cannot_be_done_by_several_processes_is_said(tmp_path: Path, recipe
     assert "equipoise: --measure needs a single process" in said
     assert not (tmp_path / "run").exists()
     said = torchrun("train", recipe, "device=cuda:1", status=2)
-    assert "equipoise: device=cuda:1: several processes take a GPU each" in said
+    assert "equipoise: device=cuda:1: several processes use one GPU each" in said
 
 
 def test_each_process_of_a_machine_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ def conv(
     bias: Tensor | None,
     pattern: Pattern,
     border: Border = NO_BORDER,
-    relu: bool = False,
     probe: Tensor | None = None,
 ) -> Blocked:
     """Convolve with the active weights only.
@@ -39,11 +38,10 @@ def conv(
         bias: One value per output channel, or `None`.
         pattern: Indices of the active weights, and the shape of the convolution.
         border: Zeros to put around the result, for the layer that reads it.
-        relu: Apply ReLU to the result; it has no gradient.
         probe: A tensor in the shape of the dense weight; its gradient is that of all weights, active or not.
     """
     size = (x.data.shape[2], x.data.shape[3])
-    y = _Conv.apply(x.data, values, bias, probe, pattern, border, relu, x.grad_border, x.images)
+    y = _Conv.apply(x.data, values, bias, probe, pattern, border, x.grad_border, x.images)
     return x.with_data(y, pattern.shape.grad_border(size))
 
 
@@ -114,7 +112,6 @@ class _Conv(torch.autograd.Function):
         probe: Tensor | None,
         pattern: Pattern,
         border: Border,
-        relu: bool,
         grad_border: Border,
         images: int,
     ) -> Tensor:
@@ -130,7 +127,7 @@ class _Conv(torch.autograd.Function):
             taps.blocks,
             taps.reach,
             library.pointer(bias),
-            relu,
+            0,  # no ReLU
             library.threads(),
         )
         ctx.save_for_backward(x, values)
@@ -149,7 +146,7 @@ class _Conv(torch.autograd.Function):
             dvalues, dbias = _weight_grad(x, dy, values, ctx.pattern, ctx.has_bias)
         if ctx.needs_input_grad[3]:
             dprobe = _dense_weight_grad(x, dy, ctx.images, ctx.pattern.shape).view(ctx.probe_shape)
-        return dx, dvalues, dbias, dprobe, None, None, None, None, None
+        return dx, dvalues, dbias, dprobe, None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -52,16 +52,16 @@ IN_PLACE = frozenset({
 
 
 def is_overwritten(graph: fx.Graph, model: nn.Module) -> bool:
-    """Return whether a value is read after an in-place operation changed it, other than as its result."""
+    """Return whether a value is read after an in-place operation changed it, except as the result of that operation."""
     modules = dict(model.named_modules())
     group: dict[Node, set[Node]] = {}  # nodes that may share memory with each node
-    stale: set[Node] = set()  # nodes whose memory has been changed since
+    stale: set[Node] = set()  # nodes whose memory was changed after they were computed
     for node in graph.nodes:
         if not stale.isdisjoint(node.all_input_nodes):
             return True
         for changed in _changed(node, modules):
             if any(other.op in ("placeholder", "get_attr") for other in group[changed]):
-                return True  # the caller or the next call reads it
+                return True  # the caller or the next call reads this memory
             stale |= group[changed]
         shared = {node}.union(*(group[source] for source in _aliased(node, modules)))
         group.update((member, shared) for member in shared)
@@ -103,7 +103,7 @@ def _is_fresh(node: Node, modules: dict[str, nn.Module]) -> bool:
 
 
 def _is_foreign(node: Node) -> bool:
-    """Whether a function is from outside Python and torch, and may do anything to its arguments."""
+    """Whether a function is from outside Python and torch, and may therefore change its arguments."""
     if node.op != "call_function":
         return False
     module = getattr(node.target, "__module__", None) or "torch"  # torch's built-in functions have no module

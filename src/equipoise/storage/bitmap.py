@@ -1,4 +1,4 @@
-"""Vectors of flags, one bit for each weight of a tensor."""
+"""Bitmaps: one flag for each weight of a tensor."""
 
 from __future__ import annotations
 

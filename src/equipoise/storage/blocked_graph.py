@@ -1,4 +1,4 @@
-"""Convert a traced model to the blocked layout: known operations run in it, conversions surround all others."""
+"""Convert a traced model to the blocked layout. Operations without a blocked form get plain tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def blocked_graph(graph: fx.Graph, model: nn.Module) -> fx.Graph:
     _fuse(new, modules)
     _set_borders(new, modules)
     for node in new.nodes:
-        node.type = None  # torch cannot pickle a graph with annotations that are strings
+        node.type = None  # torch cannot pickle a graph whose annotations are strings
     new.lint()
     return new
 
@@ -103,7 +103,7 @@ class _Converter:
         return None if form is None else self.new.call_function(form[0], (self.blocked[source],), form[1])
 
     def _replace_norm(self, path: str, norm: _BatchNorm) -> None:
-        """Replace a norm in the model. The blocked norm also takes plain tensors, if it is called elsewhere."""
+        """Replace a norm in the model. The blocked norm also takes plain tensors, for calls outside the layout."""
         if not isinstance(norm, BlockedBatchNorm):
             parent, _, name = path.rpartition(".")
             self.modules[path] = BlockedBatchNorm.from_torch(norm)
@@ -121,7 +121,7 @@ def _max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Form | None:
-    """Form of torch's max_pool2d if its windows are 2x2 with stride 2."""
+    """Blocked form of torch's max_pool2d; `None` unless its windows are 2x2 with stride 2."""
     windows = (kernel_size, stride or kernel_size, padding, dilation)
     usual = [_pair(value) for value in windows] == [(2, 2), (2, 2), (0, 0), (1, 1)]
     return (operators.max_pool, {}) if usual and not ceil_mode and not return_indices else None
@@ -135,7 +135,7 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Form | None:
-    """Form of torch's avg_pool2d if its windows tile the map."""
+    """Blocked form of torch's avg_pool2d; `None` unless its windows tile the map."""
     kernel = _pair(kernel_size)
     usual = _pair(stride or kernel_size) == kernel and _pair(padding) == (0, 0)
     return (operators.avg_pool, {"kernel": kernel}) if usual and not ceil_mode and not divisor_override else None

@@ -22,7 +22,7 @@ class FlatParameters:
         groups: The trainable parameters of each optimizer group.
 
     Attributes:
-        stretches: What the optimizer steps; their `.grad` are stretches of `gradient`.
+        stretches: The tensors that the optimizer steps; their `.grad` are parts of `gradient`.
         gradient: The gradient of all parameters.
     """
 
@@ -50,12 +50,12 @@ class FlatParameters:
         return self.stretches[self._slots[id(parameter)].group]
 
     def view(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """The part of a tensor shaped like the parameter's stretch that belongs to the parameter."""
+        """View of the elements of a parameter in a tensor shaped like its stretch."""
         slot = self._slots[id(parameter)]
         return _shaped(tensor[slot.start : slot.start + parameter.numel()], parameter.shape, slot.channels_last)
 
     def start(self, parameter: Tensor) -> int:
-        """Position of a parameter's first element in its stretch."""
+        """Index of the first element of a parameter in its stretch."""
         return self._slots[id(parameter)].start
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class FlatParameters:
         return self.view(parameter, grad)
 
     def positions(self, parameter: Tensor) -> Tensor:
-        """Positions of a parameter's elements, in the order of its flat indices, in the vector of all parameters."""
+        """Indices of the elements of a parameter in the vector of all parameters, in the order of its flat indices."""
         slot = self._slots[id(parameter)]
         first = self._begins[slot.group] + slot.start
         numbers = torch.arange(first, first + parameter.numel(), device=parameter.device, dtype=torch.int32)
@@ -79,7 +79,7 @@ class _Slot(NamedTuple):
 
 
 def _shaped(part: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
-    """A stretch of a vector as a view in the shape and memory format of a parameter."""
+    """View a part of a vector in the shape and memory format of a parameter."""
     if not channels_last:
         return part.view(shape)
     outputs, inputs, height, width = shape
@@ -87,6 +87,9 @@ def _shaped(part: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether the model keeps a weight in channels_last; 1x1 kernels are both, and cuDNN looks at the strides."""
+    """Whether to lay out a weight in channels_last.
+
+    A 1x1 kernel is contiguous in both formats, and cuDNN chooses by the strides.
+    """
     fits = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return fits and (tensor.is_cuda or not tensor.is_contiguous())

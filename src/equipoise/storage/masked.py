@@ -23,15 +23,15 @@ CHUNK = 2**22  # weights masked at a time on a CPU: larger temporaries would be 
 
 
 class MaskedTensor:
-    """A tensor that the optimizer steps, and one byte for each of its elements: active, dropped or never active.
+    """A tensor that the optimizer steps, with one byte for each element: active, dropped or never active.
 
-    It is one weight of the model or, with `FlatParameters`, a vector of many. Elements that no topology owns are
-    active.
+    The tensor is one weight of the model or, with `FlatParameters`, a vector of many weights. Elements that belong to
+    no topology are active.
 
     Args:
         tensor: The parameter that the optimizer steps.
-        shared: Whether it holds several weights.
-        compile: Applied to the function that masks.
+        shared: Whether the tensor holds several weights.
+        compile: Applied to the masking function.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class MaskedTensor:
         self.activity = torch.full_like(tensor, ACTIVE, dtype=torch.int8, requires_grad=False)
 
     def follow_device(self) -> None:
-        """Move the mask to where `model.to(device)` has moved the weights."""
+        """Move the mask to the device of the weights, which `model.to(device)` may have changed."""
         if self.activity.device != self.tensor.device:
             self.activity = self.activity.to(self.tensor.device)
 
@@ -54,7 +54,12 @@ class MaskedTensor:
 
 
 def hide_inactive(tensor: Tensor, activity: Tensor) -> None:
-    """Set the elements of `tensor` that are not active to exactly zero, whatever their value."""
+    """Set the inactive elements of a tensor to exactly zero, NaN included.
+
+    Args:
+        tensor: The tensor.
+        activity: `ACTIVE`, `DROPPED` or `NEVER` for each element.
+    """
     if tensor.is_cuda and activity.is_cuda:
         tensor.detach().masked_fill_(activity >= 0, 0)
         return
@@ -70,10 +75,10 @@ class MaskedWeight(SparseWeight):
     Args:
         name: Name of the weight.
         parameter: The weight.
-        active: Flat indices that are active first.
+        active: Flat indices of the weights that are active at the start.
         final: Number of active weights at the end.
         masked: The tensor that the optimizer steps; the weight itself by default.
-        flat: The layout of `masked`, if the weight is a part of it.
+        flat: The layout of `masked` if the weight is a part of it.
     """
 
     def __init__(
@@ -114,7 +119,7 @@ class MaskedWeight(SparseWeight):
         return self._active
 
     def recount(self) -> None:
-        """Count the active weights again when the number is next needed: only the device knows it."""
+        """Count the active weights again at the next use of `active`, after a change on the device."""
         self._active = None
 
     @property
@@ -138,7 +143,7 @@ class MaskedWeight(SparseWeight):
         return int(torch.count_nonzero(self.activity))
 
     def follow_device(self) -> None:
-        """Move mask and memory to where `model.to(device)` has moved the weight."""
+        """Move mask and memory to the device of the weight, which `model.to(device)` may have changed."""
         self.masked.follow_device()
         if self.memory is not None and self.memory.device != self.parameter.device:
             self.memory = self.memory.to(self.parameter.device)
@@ -213,26 +218,26 @@ class GrowthRecorder:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Discard the recorded gradients."""
         self.total: Tensor | None = None
         self._pass: Tensor | None = None
         self._restart = True
 
     def before_accumulation(self, gradient: Tensor) -> None:
-        """See the gradient of one pass before autograd adds it to `.grad`."""
+        """Remember the gradient of one pass before autograd adds it to `.grad`."""
         if self.record:
             # The reference keeps autograd from using this tensor as `.grad`, which is masked in place.
             self._pass, self._restart = gradient, is_cleared(self._parameter.grad)
 
     def after_accumulation(self) -> None:
-        """Keep the gradient of the pass."""
+        """Add the remembered gradient to the sum."""
         if self._pass is not None:
             self.add(self._pass, self._restart)
             self._pass = None
 
     @torch.no_grad()
     def add(self, gradient: Tensor, restart: bool = False) -> None:
-        """Add the gradient of one pass, or start again with it."""
+        """Add the gradient of one pass to the sum; `restart` replaces the sum."""
         if self.total is None or restart:
             self.total = gradient.detach().clone()
         else:

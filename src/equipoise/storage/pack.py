@@ -1,4 +1,4 @@
-"""Pack a model: its sparse layers store active values only and run in the blocked layout if they can."""
+"""Pack a model: its sparse layers store only active values and run in the blocked layout if possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from equipoise.storage.trace import Tracer, faithful_graph
 
 
 class _Tracer(Tracer):
-    """Treats packed layers and norms as leaves, like torch's layers; a norm with a custom forward is no leaf."""
+    """Treats packed layers and norms as leaves, like torch's layers, except norms with a custom forward."""
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         ours = isinstance(module, (PackedLayer, BlockedBatchNorm))
@@ -42,7 +42,7 @@ def pack_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
 
 
 def traced_or_same(model: nn.Module) -> nn.Module:
-    """Return the packed model in the blocked layout from layer to layer, or as it is if it cannot be traced."""
+    """Return the packed model in the blocked layout from layer to layer, or unchanged if it cannot be traced."""
     if not available() or not any(isinstance(module, PackedLayer) for module in model.modules()):
         return model
     traced = trace(model)
@@ -54,7 +54,7 @@ def trace(model: nn.Module, modes: tuple[bool, ...] = (True, False)) -> fx.Graph
 
     Args:
         model: A packed model.
-        modes: Modes that the result is for; `True` is train mode.
+        modes: Modes in which the result must be valid; `True` is train mode.
     """
     graph = faithful_graph(model, _Tracer, modes)
     return None if graph is None else _graph_module(model, blocked_graph(graph, model))
@@ -77,7 +77,7 @@ def unpack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def describe(model: nn.Module) -> dict[str, str]:
-    """Return how each packed layer runs, by name: `sparse`, or `dense` and why."""
+    """Return how each packed layer runs, by name: `sparse`, or `dense` with the reason."""
     return {name: layer.how() for name, layer in model.named_modules() if isinstance(layer, PackedLayer)}
 
 
@@ -118,9 +118,9 @@ def pack_layer(
 
 
 def tied_parameters(model: nn.Module, path: str) -> str | None:
-    """Return why a layer with shared parameters cannot be packed; `None` if nothing is shared.
+    """Return why a layer with tied parameters cannot be packed; `None` if none is tied.
 
-    The packed copy of a shared parameter would be trained separately.
+    The packed copy of a tied parameter would be trained separately.
     """
     everywhere = list(model.named_parameters(remove_duplicate=False))
     for leaf, mine in model.get_submodule(path).named_parameters(recurse=False):
@@ -136,7 +136,7 @@ def tied_parameters(model: nn.Module, path: str) -> str | None:
 
 
 def _graph_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """The traced model, with the state that its forward does not use kept under its name."""
+    """Return the traced model, including the state that its forward does not use."""
     traced = PackedModel(model, graph, class_name=type(model).__name__)
     have = dict(traced.named_modules())
     for name, module in model.named_modules(remove_duplicate=False):
@@ -144,7 +144,7 @@ def _graph_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
             traced.add_submodule(name, module)
     for name, module in traced.named_modules():
         old = model.get_submodule(name)
-        made = module._buffers.keys() - old._buffers.keys()  # fx makes buffers of tensors that are plain attributes
+        made = module._buffers.keys() - old._buffers.keys()  # fx turns tensors that are plain attributes into buffers
         module._non_persistent_buffers_set = old._non_persistent_buffers_set | made
     for kind, named in (("_parameters", model.named_parameters()), ("_buffers", model.named_buffers())):
         for name, tensor in named:
@@ -154,12 +154,12 @@ def _graph_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
                 getattr(target, kind)[leaf] = tensor
     _order_like(traced, model)
     for name, module in traced.named_modules():
-        module.training = model.get_submodule(name).training  # parts may stay in eval mode
+        module.training = model.get_submodule(name).training  # parts may be in eval mode
     return traced
 
 
 def _order_like(traced: nn.Module, model: nn.Module) -> None:
-    """Order modules as the model does, and not as its forward does: optimizers count parameters by position."""
+    """Order modules as in the model, not as in its forward: optimizers number parameters by their order."""
     names = [name for name in model._modules if name in traced._modules]
     traced._modules = {name: traced._modules[name] for name in [*names, *traced._modules]}
     for name in names:

@@ -15,8 +15,8 @@ from equipoise.storage.sparse_weight import SparseWeight
 class PackedWeight(SparseWeight):
     """The weight of a packed layer.
 
-    Between updates everything has the size of the active weights, except one bit for each weight: whether it has ever
-    been active. During an update, scores and gradients have the size of the weight.
+    Between updates all tensors have the size of the active weights, except a bitmap of the weights that have ever been
+    active. During an update, scores and gradients have the size of the weight.
 
     Args:
         name: Name of the weight before packing.
@@ -66,7 +66,7 @@ class PackedWeight(SparseWeight):
         return int(get_bits(self._explored, self.size).sum())
 
     def lowest(self, score: Tensor, count: int, among: Tensor | None = None, ordered: bool = False) -> Tensor:
-        """As in masked storage, but only the active weights, which are few, are sorted."""
+        """As in masked storage, but only the active weights are sorted."""
         index = self.index.long()
         finite = score[index].nan_to_num()
         if among is not None:
@@ -100,7 +100,7 @@ class PackedWeight(SparseWeight):
     # Gradients
 
     def hide_inactive(self, tensor: Tensor) -> None:
-        """Nothing to hide: inactive weights have no element."""
+        """Do nothing: inactive weights have no elements."""
 
     def record_growth(self, record: bool) -> None:
         self.module.open_probe() if record else self.module.close_probe()

@@ -46,9 +46,9 @@ def _with_details(model: PackedModel, details: Details) -> PackedModel:
 
 
 def _unpickled(attributes: dict[str, Any], imports: str, details: Details) -> PackedModel:
-    """A model traced from the code of its graph, which torch pickles."""
+    """Rebuild a model from the code of its graph, which torch pickles."""
     plain = cast(fx.GraphModule, reduce_graph_module(attributes, imports))
     new = PackedModel(plain, plain.graph)
-    # also modules and tensors that the forward does not use
+    # includes modules and tensors that the forward does not use
     new._modules, new._parameters, new._buffers = plain._modules, plain._parameters, plain._buffers
     return _with_details(new, details)

@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.errors import UserError
-from equipoise.kernels import library as kernels
-from equipoise.kernels import operators as functional
+from equipoise.kernels import library, operators
 from equipoise.kernels.arena import NO_BORDER, Border
 from equipoise.kernels.blocked import Blocked, from_blocked, to_blocked
 from equipoise.kernels.taps import ConvShape, Pattern
 from equipoise.storage.sparse_weight import is_cleared
 
-# When does torch's dense convolution win? A weight costs the sparse kernel more time than the dense one, and
-# dense means leaving the blocked layout and coming back: so much per channel, in dense weights' time.
+# Costs that decide when torch's dense convolution is faster, in units of one weight of the dense convolution: an active
+# weight in the sparse kernel, and the conversion of one channel from the blocked layout and back.
 SPARSE_WEIGHT = 1.45
 CONVERTED_CHANNEL = 80
-# What a layer can be asked for, beside its parameters
+# Attributes that a packed layer takes from the original layer
 ATTRIBUTES = (
     "in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation",
     "groups", "padding_mode", "output_padding", "transposed",
@@ -35,7 +34,7 @@ class PackedLayer(nn.Module):
 
     Gradients, momentum and every copy of the parameter then have the size of the active weights. The layer takes a
     plain tensor or a `Blocked` activation and returns the same kind. If the kernels are missing or `dense` is set, it
-    computes with the dense weight; what it stores stays the same.
+    computes with the dense weight; the stored tensors stay the same.
 
     Args:
         shape: Geometry of the layer.
@@ -43,7 +42,7 @@ class PackedLayer(nn.Module):
         bias: The bias, if any.
         mask: Boolean mask of the active weights.
         final: Number of active weights that a topology will end with; `None` if no topology has been planned.
-        memory: One bit for each weight that a topology remembers of the dense weight, such as its sign.
+        memory: Bitmap that a topology keeps of the dense weight, such as its signs.
     """
 
     values: nn.Parameter
@@ -83,11 +82,12 @@ class PackedLayer(nn.Module):
 
     @property
     def density(self) -> float:
+        """Fraction of the weights that is active."""
         return self.values.numel() / max(1, math.prod(self.weight_shape))
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, differentiable in `values` and in the probe if one is open."""
+        """The dense weight, differentiable with respect to `values` and to the probe if one is open."""
         flat = self.values.new_zeros(math.prod(self.weight_shape))
         weight = flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
         probe = self._active_probe()
@@ -96,11 +96,11 @@ class PackedLayer(nn.Module):
     # Gradients of inactive weights
 
     def open_probe(self) -> None:
-        """Make the coming backward passes also compute the gradient of inactive weights.
+        """Make the next backward passes also compute the gradient of inactive weights.
 
         The probe is a zero tensor in the shape of the weight that takes part in every forward pass as if it were added
-        to the weight. Autograd sums the gradient of all weights, active or not, in `probe.grad`, and leaves it alone in
-        `torch.autograd.grad` of other tensors.
+        to the weight. Autograd sums the gradient of all weights, active or not, in `probe.grad`. A call of
+        `torch.autograd.grad` for other tensors does not change it.
         """
         self.probe = torch.zeros(()).expand(self.weight_shape).requires_grad_()
 
@@ -113,22 +113,23 @@ class PackedLayer(nn.Module):
         if self.probe is None or not (self.values.requires_grad and torch.is_grad_enabled()):
             return None
         if is_cleared(self.values.grad):
-            self.probe.grad = None  # the step that it was recorded for was not taken
+            self.probe.grad = None  # the gradients were cleared without a step
         return self.probe
 
     @property
     def mask(self) -> Tensor:
+        """Boolean mask of the active weights, in the shape of the weight."""
         flat = torch.zeros(math.prod(self.weight_shape), dtype=torch.bool)
         return flat.index_fill_(0, self.index.long(), True).view(self.weight_shape)
 
     @property
     def dense(self) -> bool:
-        """Whether torch's dense operation is the faster one at this density."""
+        """Whether torch's dense operation is faster at this density."""
         return _dense_is_faster(self.shape, self.index.numel())
 
     @property
     def pattern(self) -> Pattern:
-        """The sorted indices of now; two are kept: a correction goes back and forth between two topologies."""
+        """The pattern of the current indices. Two are cached: a correction alternates between two topologies."""
         for pattern in self._patterns:
             if pattern.fits(self.index):
                 return pattern
@@ -137,45 +138,50 @@ class PackedLayer(nn.Module):
 
     @torch.no_grad()
     def rewire(self, index: Tensor, values: Tensor) -> None:
-        """Another set of active weights: ascending flat indices and their values, in place."""
+        """Replace the active weights, in place.
+
+        Args:
+            index: Ascending flat indices of the new active weights.
+            values: Their values.
+        """
         if index.shape != values.shape or index.dim() != 1:
             raise UserError(
-                f"index {tuple(index.shape)} and values {tuple(values.shape)} must be vectors of one length"
+                f"index {tuple(index.shape)} and values {tuple(values.shape)} must be vectors of equal length"
             )
         if index.numel() and not bool(
             (index[1:] > index[:-1]).all() and index[0] >= 0 and index[-1] < math.prod(self.weight_shape)
         ):
-            raise UserError("index must be ascending flat positions within the weight")
+            raise UserError("index must be ascending flat indices of the weight")
         self.index = index.to(torch.int32).clone()
         set_data(self.values, values.detach().to(torch.float32).clone())
         self.values.grad = None
 
     def how(self) -> str:
-        """In words, how the layer runs."""
-        if not kernels.available():
-            return f"dense: {kernels.reason()}"
-        return "dense: too many active weights for the sparse kernel to win" if self.dense else "sparse"
+        """Return how the layer runs: `sparse`, or `dense` with the reason."""
+        if not library.available():
+            return f"dense: {library.reason()}"
+        return "dense: the dense kernel is faster at this density" if self.dense else "sparse"
 
-    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER, relu: bool = False) -> Tensor | Blocked:
-        if self.dense or not kernels.available():
-            return self._run_dense(x, border, relu)
+    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
+        if self.dense or not library.available():
+            return self._run_dense(x, border)
         if isinstance(x, Blocked):
-            return self._run_blocked(x, border, relu)
+            return self._run_blocked(x, border)
         self._check(x)
-        return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER, relu))
+        return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER))
 
-    def _run_blocked(self, x: Blocked, border: Border, relu: bool) -> Blocked:
+    def _run_blocked(self, x: Blocked, border: Border) -> Blocked:
         if x.dims != self.dims:
             raise self._wrong_dims(x.plain_shape)
         self.check_values()
-        return functional.conv(x, self.values, self.bias, self.pattern, border, relu, self._active_probe())
+        return operators.conv(x, self.values, self.bias, self.pattern, border, self._active_probe())
 
-    def _run_dense(self, x: Tensor | Blocked, border: Border, relu: bool) -> Tensor | Blocked:
+    def _run_dense(self, x: Tensor | Blocked, border: Border) -> Tensor | Blocked:
         out = self.dense_forward(from_blocked(x) if isinstance(x, Blocked) else x)
-        out = out.relu() if relu else out
         return to_blocked(out, border) if isinstance(x, Blocked) else out
 
     def dense_forward(self, x: Tensor) -> Tensor:
+        """Compute the layer with the dense weight."""
         raise NotImplementedError
 
     def _check(self, x: Tensor) -> None:
@@ -186,7 +192,7 @@ class PackedLayer(nn.Module):
         return UserError(f"{type(self).__name__} takes a batch of {self.dims} dimensions, not {shape}")
 
     def check_values(self) -> None:
-        """Values are read through a pointer, and `model.double()` or `.half()` would change what it points to."""
+        """Refuse values that the kernels cannot read, such as those of a model after `.double()` or `.half()`."""
         values = self.values
         if values.dtype != torch.float32 or not values.is_cpu:
             raise UserError(
@@ -195,7 +201,7 @@ class PackedLayer(nn.Module):
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """A checkpoint may hold another number of active weights."""
+        """Also load checkpoints with another number of active weights."""
         values, index = (state_dict.get(prefix + name) for name in ("values", "index"))
         if values is not None and index is not None and values.shape == index.shape != self.index.shape:
             self.index = torch.empty_like(index, dtype=torch.int32)
@@ -230,18 +236,18 @@ class PackedConv1d(PackedLayer):
 
 
 class PackedLinear(PackedLayer):
-    """Linear; leading dimensions beyond one are folded into the batch."""
+    """Linear; all leading dimensions are folded into the batch."""
 
     dims = 2
 
-    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER, relu: bool = False) -> Tensor | Blocked:
+    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
         if isinstance(x, Blocked):
             if x.dims == 2:
-                return super().forward(x, NO_BORDER, relu)
-            return to_blocked(cast(Tensor, self.forward(from_blocked(x), relu=relu)), border)
+                return super().forward(x)
+            return to_blocked(cast(Tensor, self.forward(from_blocked(x))), border)
         if not x.dim():
             raise self._wrong_dims(())
-        out = cast(Tensor, super().forward(x.reshape(x.shape[:-1].numel(), x.shape[-1]), relu=relu))
+        out = cast(Tensor, super().forward(x.reshape(x.shape[:-1].numel(), x.shape[-1])))
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def dense_forward(self, x: Tensor) -> Tensor:
@@ -249,7 +255,7 @@ class PackedLinear(PackedLayer):
 
 
 def set_data(parameter: Tensor, data: Tensor) -> None:
-    """Give a parameter other data, of another length too, also while an old graph is alive."""
+    """Replace the data of a parameter. The length may change, also while an old autograd graph is alive."""
     if data.shape != parameter.shape:
         # autograd remembers the length of a leaf until its type changes
         parameter.data = torch.empty(0, dtype=torch.float64)
@@ -271,10 +277,10 @@ def is_packable(layer: nn.Module) -> bool:
 
 
 def _padding(layer: nn.Conv1d | nn.Conv2d) -> tuple[int, ...] | None:
-    """Zeros on either side of each axis; None where "same" needs one more on one side than on the other."""
+    """Padding of each axis; `None` if "same" padding differs between the two sides of an axis."""
     if layer.padding == "valid":
         return (0,) * len(layer.kernel_size)
-    if layer.padding == "same":  # torch allows it with stride 1 alone
+    if layer.padding == "same":  # torch allows this only with stride 1
         beyond = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
         return None if any(b % 2 for b in beyond) else tuple(b // 2 for b in beyond)
     return cast("tuple[int, ...]", layer.padding)
@@ -283,10 +289,15 @@ def _padding(layer: nn.Conv1d | nn.Conv2d) -> tuple[int, ...] | None:
 def packed(
     layer: nn.Module, mask: Tensor, final: int | None = None, memory: Tensor | None = None
 ) -> PackedLayer | None:
-    """The packed form of a layer, `None` if it has none. Frozen parameters stay frozen.
+    """Return the packed form of a layer; `None` if it has none. Frozen parameters stay frozen.
 
-    The packed layer has the attributes of the layer, such as `in_features` or `kernel_size`. See `PackedLayer` for the
-    arguments.
+    The packed layer keeps the attributes of the layer, such as `in_features` or `kernel_size`.
+
+    Args:
+        layer: The layer.
+        mask: As in `PackedLayer`.
+        final: As in `PackedLayer`.
+        memory: As in `PackedLayer`.
     """
     if not is_packable(layer):
         return None
@@ -325,7 +336,7 @@ class BlockedBatchNorm(_BatchNorm):
 
     @classmethod
     def from_torch(cls, norm: _BatchNorm) -> BlockedBatchNorm:
-        """Shares parameters and buffers with `norm`."""
+        """Return a blocked norm that shares parameters and buffers with `norm`."""
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         new._parameters, new._buffers = norm._parameters, norm._buffers
         return new.train(norm.training)
@@ -342,19 +353,19 @@ class BlockedBatchNorm(_BatchNorm):
             return super().forward(x)
         self.check_channels(x.data.shape[1])
         by_batch = self.training or self.running_mean is None
-        how = functional.Fused(
-            functional.BATCH if by_batch else functional.FIXED, relu, pool, self.eps, self._momentum(), border
+        how = operators.Fused(
+            operators.BATCH if by_batch else operators.FIXED, relu, pool, self.eps, self._momentum(), border
         )
         running = None if self.running_mean is None else (self.running_mean, cast(Tensor, self.running_var))
-        return functional.fused(x, how, self.weight, self.bias, running, residual)
+        return operators.fused(x, how, self.weight, self.bias, running, residual)
 
     def check_channels(self, channels: int) -> None:
-        """The kernels trust that there is a mean and a variance for every channel."""
+        """Refuse another number of channels: the kernels read a mean and a variance for each channel unchecked."""
         if channels != self.num_features:
             raise UserError(f"BatchNorm takes {self.num_features} channels, the input has {channels}")
 
     def _momentum(self) -> float:
-        """The factor of the running average for this batch; counts the batch."""
+        """Count this batch and return its weight in the running average."""
         if not self.training or self.num_batches_tracked is None:
             return 0.0
         self.num_batches_tracked.add_(1)

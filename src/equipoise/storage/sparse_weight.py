@@ -24,7 +24,7 @@ class SparseWeight(ABC):
         parameter: The parameter that holds the values.
         initial: Number of active weights at the start.
         final: Number of active weights at the end. Differs from `initial` only under gradual pruning.
-        memory: What the algorithm remembers for each index, such as SNFS's momentum.
+        memory: State of the algorithm for each index, such as the momentum of SNFS; `None` if it has none.
     """
 
     parameter: nn.Parameter
@@ -73,26 +73,33 @@ class SparseWeight(ABC):
         """Number of weights that have been active at some time."""
 
     def digest(self) -> bytes:
-        """Checksum of the active indices, equal on two processes exactly if their masks are equal."""
+        """Checksum of the active indices, to compare the masks of processes."""
         return hashlib.blake2b(pack_bits(self.mask().reshape(-1).cpu()).numpy().tobytes(), digest_size=8).digest()
 
-    # Choosing and exchanging weights
+    # Choose and exchange weights
 
     def lowest(self, score: Tensor, count: int, among: Tensor | None = None, ordered: bool = False) -> Tensor:
-        """Flat indices of the `count` active weights (or those `among` them) with the lowest score."""
+        """Return the flat indices of the `count` active weights with the lowest score.
+
+        Args:
+            score: One score for each weight.
+            count: Number of indices to return.
+            among: Boolean vector of the active weights to choose from; all by default.
+            ordered: Whether to sort the indices by score.
+        """
         candidates = self.mask().reshape(-1) if among is None else among
         # An overflow becomes finite, so that only non-candidates are infinite and counts stay exact.
         finite = score.nan_to_num()
         return finite.masked_fill_(~candidates, torch.inf).topk(count, largest=False, sorted=ordered).indices
 
     def highest(self, score: Tensor, count: int, dropped: Tensor, regrow: bool) -> Tensor:
-        """Flat indices of the `count` inactive weights with the highest score.
+        """Return the flat indices of the `count` inactive weights with the highest score.
 
         Args:
             score: One score for each weight.
             count: Number of indices to return.
-            dropped: Indices that the same update has just dropped.
-            regrow: Whether those may be grown again.
+            dropped: Indices that the same update drops.
+            regrow: Whether dropped indices may be grown again.
         """
         taken = self.mask().reshape(-1)
         if regrow:
@@ -101,7 +108,7 @@ class SparseWeight(ABC):
 
     @abstractmethod
     def rewire(self, dropped: Tensor, grown: Tensor, states: Iterable[Tensor]) -> None:
-        """Drop and grow weights. Both end at zero in the weight and in every tensor of `states`."""
+        """Drop and grow weights. Their entries become zero in the weight and in every tensor of `states`."""
 
     @property
     def stepped(self) -> nn.Parameter:
@@ -109,7 +116,7 @@ class SparseWeight(ABC):
         return self.parameter
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The part that belongs to this weight of a tensor shaped like `stepped`."""
+        """The part of a tensor shaped like `stepped` that belongs to this weight."""
         return tensor
 
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -128,8 +135,8 @@ class SparseWeight(ABC):
     def record_growth(self, record: bool) -> None:
         """Start or stop recording the gradient of inactive weights.
 
-        While recording, the gradients of all backward passes of a step are summed, whatever their number. The sum
-        starts again when `.grad` has been cleared without a step.
+        While recording, the gradients of all backward passes of a step are summed. The sum restarts if `.grad` was
+        cleared without a step.
         """
 
     @property
@@ -149,13 +156,13 @@ class SparseWeight(ABC):
 
     @abstractmethod
     def check_state(self, state: dict[str, Tensor]) -> int:
-        """Refuse the state of another weight; return its number of active weights."""
+        """Raise an error if the state belongs to another weight; return its number of active weights."""
 
     def _check_bitmaps(self, state: dict[str, Tensor], names: Iterable[str]) -> None:
         here = tuple(self.mask().shape)
         there = tuple(state["shape"].tolist()) if "shape" in state else None
         if there != here:
-            raise UserError(f'the mask of "{self.name}" has shape {there}, the weight {here}: another model')
+            raise UserError(f'the mask of "{self.name}" has shape {there}, the weight has {here}: the models differ')
         for name in names:
             bits = state.get(name)
             if bits is None or bits.dtype != torch.uint8 or bits.shape != (-(-self.size // 8),):
@@ -163,7 +170,7 @@ class SparseWeight(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a state; the model must have been loaded before."""
+        """Load a state, after the model has been loaded."""
 
 
 def is_cleared(gradient: Tensor | None) -> bool:

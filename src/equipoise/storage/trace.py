@@ -1,4 +1,4 @@
-"""Trace a model with torch.fx if one graph is the same function as its forward, in every mode and at every call."""
+"""Trace a model with torch.fx if one graph computes its forward in every mode and at every call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ for _name in IN_PLACE:
 
 
 class Tracer(fx.Tracer):
-    """torch's tracer that also records in-place operators and refuses changes of torch's modes.
+    """A tracer that also records in-place operators, and refuses forwards that change modes such as `no_grad`.
 
     Args:
         functions: Functions that are recorded as one call.
@@ -73,9 +73,9 @@ def _modes() -> tuple[bool, bool, torch.dtype]:
 def faithful_graph(
     model: nn.Module, tracer: Callable[[], fx.Tracer], modes: tuple[bool, ...] = (True, False)
 ) -> fx.Graph | None:
-    """Return the graph of a model's forward; `None` if no graph is the same function at every call.
+    """Return the graph of a model's forward; `None` if no graph computes the same function at every call.
 
-    Tracing runs the forward once on symbolic values, and the graph repeats every decision that Python took in that
+    Tracing runs the forward once on symbolic values, and the graph repeats every decision that Python made in that
     run. The graphs of all modes must therefore agree, and tracing must neither draw random numbers nor change the
     model. The forward must not read a value that it changed in place, because the blocked operations that replace the
     graph's operations make new values.
@@ -83,7 +83,7 @@ def faithful_graph(
     Args:
         model: The model; it is copied.
         tracer: Returns a new tracer.
-        modes: Modes that the graph is for; `True` is train mode.
+        modes: Modes in which the graph must be valid; `True` is train mode.
     """
     graphs = [_trace(model, tracer(), training) for training in modes]
     codes = {None if graph is None else graph.python_code("self").src for graph in graphs}
@@ -94,7 +94,7 @@ def _trace(model: nn.Module, tracer: fx.Tracer, training: bool) -> fx.Graph | No
     """Trace a copy, so that neither modes nor side effects of the forward reach the model."""
     model = copy.deepcopy(model)
     for module in model.modules():
-        module.training = training  # a class may override `train()` to do more
+        module.training = training  # not `train()`, which a class may override
     before = _state(model)
     with _randomness() as drawn, _Writes() as writes:
         try:
@@ -111,7 +111,8 @@ def _trace(model: nn.Module, tracer: fx.Tracer, training: bool) -> fx.Graph | No
 class _Writes(TorchDispatchMode):
     """Finds operations that write to a tensor while a forward is traced.
 
-    The graph contains the operations on symbolic values only. A write to a buffer would happen now and never again.
+    The graph contains only the operations on symbolic values. A write to a buffer would happen during tracing and in no
+    later call.
     """
 
     found = False
@@ -122,10 +123,10 @@ class _Writes(TorchDispatchMode):
 
 
 def _state(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Everything that the modules hold.
+    """Return all attributes of the modules.
 
     If a forward makes a tensor, such as the dense weight of a packed layer, the tracer stores it as an attribute of
-    the model, and the graph would use that value for ever.
+    the model, and the graph would always use that value.
     """
     return {
         (name, key): value

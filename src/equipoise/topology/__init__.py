@@ -1,4 +1,4 @@
-"""Which weights exist: masks, how the budget is shared, and the algorithms that move it."""
+"""Which weights are active: masks, distributions over the layers, and algorithms that change the masks."""
 
 from __future__ import annotations
 

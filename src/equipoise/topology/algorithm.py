@@ -1,4 +1,4 @@
-"""What every topology algorithm is: a few numbers and the choice of what to drop and grow."""
+"""Base classes of the topology algorithms, which choose the weights to drop and to grow."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Algorithm:
         for name in ("include", "exclude"):
             object.__setattr__(self, name, as_selectors(getattr(self, name)))
         if not 0 <= self.sparsity < 1:
-            raise UserError(f"sparsity={self.sparsity}: the share of zero weights is in [0, 1), such as 0.9")
+            raise UserError(f"sparsity={self.sparsity}: the fraction of zero weights must be in [0, 1), such as 0.9")
 
     def _check_numbers(self) -> None:
-        """Refuse a number in quotes here: later it would fail with an unclear message."""
+        """Refuse a number in quotes, which would fail later with an unclear message."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type in ("int", "float", int, float) and not isinstance(value, Real):
@@ -77,25 +77,27 @@ class Algorithm:
         return Topology(self, model, optimizer, total_steps)
 
     def initial_counts(self, shapes: Shapes, model: nn.Module) -> dict[str, int]:
+        """Number of active weights of each layer at the start."""
         return self.final_counts(shapes, model)
 
     def final_counts(self, shapes: Shapes, model: nn.Module) -> dict[str, int]:
+        """Number of active weights of each layer at the end."""
         return active_counts(self.distribution, shapes, 1 - self.sparsity, model)
 
     def window(self, total_steps: int | None) -> Window | None:
-        """The update steps; `None` if the topology has no update steps."""
+        """The window of update steps; `None` if the algorithm has none."""
         return None
 
     def bits_to_remember(self, weight: Tensor) -> Tensor | None:
-        """One bit for each element of a weight that is about to be packed, as bytes, if the algorithm needs it."""
+        """Bits to keep of a weight before it is packed, one for each element; `None` if the algorithm needs none."""
         return None
 
     def observe(self, layer: SparseWeight, scale: Tensor | None) -> None:
-        """Called before every optimizer step if `dense_gradient` is `always`.
+        """Observe a gradient. Called before every optimizer step if `dense_gradient` is `always`.
 
         Args:
             layer: The weight, with the gradient of all its indices.
-            scale: Factor of the gradient that a fused optimizer has yet to divide by; `None` if there is none.
+            scale: Loss scale that a fused optimizer has not yet divided the gradient by; `None` if there is none.
         """
 
 
@@ -108,7 +110,7 @@ class Dynamic(Algorithm):
         begin: Fraction of the training after which updates begin.
         until: Fraction of the training after which updates end.
         drop_fraction: Fraction of a layer's active weights that the first update exchanges.
-        drop_end: The same fraction at the end of the updates.
+        drop_end: This fraction at the end of the updates.
         drop_decay: How the fraction changes in between: `constant`, `linear` or `cosine`.
         step_at_update: Whether to `take` the optimizer step at update steps (ITOP) or to `skip` it (RigL).
         regrow: Whether a weight that an update dropped may be grown again by the same update.
@@ -127,10 +129,14 @@ class Dynamic(Algorithm):
 
     @classmethod
     def itop(cls, **options: Any) -> Self:
-        """The algorithm with ITOP's schedule (in-time over-parameterisation, Liu et al. 2021).
+        """Return the algorithm with the schedule of ITOP (in-time over-parameterisation, Liu et al. 2021).
 
-        Updates every 1,500 steps (RigL: 4,000) until the end; drop fraction 0.5 -> 0.005 by cosine, unless the
-        algorithm exchanges no weights (GMP); the step is taken; a dropped weight may be regrown.
+        It updates every 1,500 steps (RigL: 4,000) until the end of training. The drop fraction decays from 0.5 to
+        0.005 by cosine, unless the algorithm exchanges no weights (GMP). The optimizer step is taken at updates, and
+        a dropped weight may be grown again.
+
+        Args:
+            **options: Fields of the algorithm that differ from this schedule.
         """
         long: Mapping[str, Any] = {"every": cls.itop_every, "until": 1.0, "step_at_update": "take", "regrow": True}
         exchange = {"drop_fraction": 0.5, "drop_end": 0.005, "drop_decay": "cosine"} if cls.drop_fraction else {}
@@ -140,16 +146,16 @@ class Dynamic(Algorithm):
         super().__post_init__()
         for name, fraction in (("drop_fraction", self.drop_fraction), ("drop_end", self.drop_end)):
             if not 0 <= fraction <= 1:
-                raise UserError(f"{name}={fraction}: a fraction of the active weights, between 0 and 1")
+                raise UserError(f"{name}={fraction}: the fraction of the active weights must be between 0 and 1")
         decay(self.drop_decay, 0.0, 0.0, 0.0)
         if self.step_at_update not in ("take", "skip"):
-            raise UserError(f'step_at_update="{self.step_at_update}": it is "take" or "skip"')
+            raise UserError(f'step_at_update="{self.step_at_update}": expected "take" or "skip"')
         Window(self.every, self.begin, self.until, 1)
 
     def window(self, total_steps: int | None) -> Window:
         if total_steps is None:
             name = type(self).__name__
-            raise UserError(f"{name} needs total_steps, the optimizer steps of the whole training, in attach()")
+            raise UserError(f"{name} needs total_steps, the number of optimizer steps, in attach()")
         return Window(self.every, self.begin, self.until, total_steps)
 
     def target(self, layer: SparseWeight, completion: float) -> int:
@@ -159,7 +165,7 @@ class Dynamic(Algorithm):
     def choose(
         self, layer: SparseWeight, window: Window, step: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor] | None:
-        """Flat indices to drop and to grow at an update step; `None` if the layer does not change."""
+        """Return the flat indices to drop and to grow at an update step; `None` if the layer does not change."""
         target = self.target(layer, window.completion(step))
         swap = self._swap(layer, target, window.progress(step))
         count = layer.active - target + swap
@@ -177,6 +183,7 @@ class Dynamic(Algorithm):
         return wanted if self.regrow else min(wanted, layer.size - layer.active)
 
     def drop(self, layer: SparseWeight, count: int) -> Tensor:
+        """Flat indices of the `count` weights to drop."""
         return layer.lowest(self.drop_score(layer), count)
 
     def drop_score(self, layer: SparseWeight) -> Tensor:

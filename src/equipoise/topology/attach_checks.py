@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def check_attaching(
     topology: Topology, model: nn.Module, owners: Mapping[nn.Parameter, ReferenceType[Topology]]
 ) -> None:
-    """Refuse what cannot be attached, before any weight is changed.
+    """Refuse a topology that cannot be attached, before any weight is changed.
 
     Args:
         topology: The topology to attach.
@@ -35,13 +35,13 @@ def check_attaching(
 
 
 def _check_free(topology: Topology, owners: Mapping[nn.Parameter, ReferenceType[Topology]]) -> None:
-    """Refuse a second topology: each would set to zero what the other has grown."""
+    """Refuse a second topology: each would set the weights that the other has grown to zero."""
     for layer in topology.layers:
         owner = owners[layer.parameter]() if layer.parameter in owners else None
         if owner is not None and owner.attached:
             raise UserError(
-                f'"{layer.name}" is already sparse by {type(owner.algorithm).__name__}; '
-                "call detach() on the topology that is attached (Topology.of(model))"
+                f'"{layer.name}" already belongs to a {type(owner.algorithm).__name__} topology; '
+                "call Topology.of(model).detach() first"
             )
 
 
@@ -50,15 +50,15 @@ def _check_optimizer(topology: Topology) -> None:
     known = {id(p) for group in topology.optimizer.param_groups for p in group["params"]}
     for layer in topology.layers:
         if id(layer.stepped) not in known:
-            raise UserError(f'the optimizer does not have "{layer.name}"; give it the weight or exclude it')
+            raise UserError(f'the optimizer does not have "{layer.name}"; pass it to the optimizer or exclude it')
 
 
 def _check_wrapper(topology: Topology, model: nn.Module) -> None:
-    """Refuse packed weights in DistributedDataParallel, which does not follow their length."""
+    """Refuse packed weights in DistributedDataParallel, which cannot handle parameters that change their length."""
     changes = topology.window is not None or isinstance(topology.algorithm, BSRNet)
     if changes and World.of(model) is not ALONE and topology.storage == "packed":
         raise UserError(
-            "packed weights change their length, which DistributedDataParallel does not follow; "
+            "packed weights change their length, which DistributedDataParallel does not support; "
             "use masked storage, or `torchrun -m equipoise train`, which needs no wrapper"
         )
 
@@ -74,7 +74,7 @@ def _check_window(topology: Topology) -> None:
 
 
 def check_state(topology: Topology, state: Mapping[str, Any]) -> dict[str, int]:
-    """Refuse a wrong state before anything is changed; return the active weights of each layer."""
+    """Refuse a wrong state before anything is changed; return the number of active weights of each layer."""
     if missing := {"algorithm", "steps", "updates", "layers", "memory"} - set(state):
         raise UserError(f'this is not the state of a topology: it has no "{min(missing)}"')
     kind = type(topology.algorithm).__name__

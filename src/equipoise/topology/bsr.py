@@ -18,13 +18,13 @@ class BSRNet(Algorithm):
     """BSR-Net (Özdenizci & Legenstein 2021): w = s·θ with a fixed sign s; a weight is off once θ ≤ 0.
 
     After every step the network is refilled to its global budget. Each missing connection picks a layer with
-    probability proportional to its size and a uniform inactive index in it, and starts at 1e-12. Layers have no
-    budget of their own, and momentum is not reset. The sign of an index is that of its initial weight. It takes one
-    byte for each weight, or one bit in packed storage, where new connections start without momentum.
+    probability proportional to its size and a uniform inactive index in it, and starts at 1e-12. Single
+    layers have no fixed budget, and momentum is not reset. The sign of an index is that of its initial weight. Signs
+    take one byte for each weight. In packed storage they take one bit, and new connections start without momentum.
 
     Args:
-        distribution: `bsr` uses BSR-Net's initial densities, known for vgg16, wrn_28_4 and the resnets; the first
-            rewiring fills what they leave of the budget.
+        distribution: `bsr` uses BSR-Net's initial densities, which are known for vgg16, wrn_28_4 and the resnets. The
+            first rewiring fills the rest of the budget.
         noise: Standard deviation of the Gaussian noise lr·N(0, noise²) on active weights at every step.
         rewire_every: Steps between rewirings, 1 as published. In between, a weight that would cross its sign stays
             at zero.
@@ -37,12 +37,12 @@ class BSRNet(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise < 0:
-            raise UserError(f"noise={self.noise}: a standard deviation, not negative")
+            raise UserError(f"noise={self.noise}: a standard deviation must not be negative")
         if self.rewire_every < 1:
-            raise UserError(f"rewire_every={self.rewire_every}: at least 1 step")
+            raise UserError(f"rewire_every={self.rewire_every}: rewirings must be at least 1 step apart")
 
     def initial_counts(self, shapes: Shapes, model: nn.Module) -> dict[str, int]:
-        """The model's own initial densities if they stay below the budget."""
+        """Initial densities that the model declares, if their sum stays within the budget."""
         final = self.final_counts(shapes, model)
         densities = getattr(model, "bsr_densities", None)
         if self.distribution != "bsr" or densities is None:

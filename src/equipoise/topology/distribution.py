@@ -1,4 +1,4 @@
-"""How the budget of active weights is shared between layers: integer counts that add up exactly."""
+"""Distribute the budget of active weights over the layers, in integer counts with an exact sum."""
 
 from __future__ import annotations
 
@@ -30,18 +30,26 @@ def erk(shape: Sequence[int]) -> float:
     return sum(shape) / math.prod(shape)
 
 
-RULES = Catalogue("distribution", {"uniform": uniform, "er": er, "erk": erk})
+DENSITY_RULES = Catalogue("distribution", {"uniform": uniform, "er": er, "erk": erk})
 
 
 def active_counts(
     distribution: Distribution, shapes: Shapes, density: float, model: nn.Module | None = None
 ) -> dict[str, int]:
-    """The number of active weights of every layer.
+    """Return the number of active weights of every layer.
 
-    A rule by name (`uniform`, `er`, `erk`) shares `density` of all weights; the total is exactly that share,
-    rounded to a whole weight. `bsr` takes BSR-Net's initial densities from the model and spreads what they leave
-    of the budget over the layers in proportion to size, as BSR-Net's first rewiring does in expectation.
-    A mapping from name patterns (the first match counts) or a sequence in layer order sets densities explicitly.
+    Args:
+        distribution: A rule (`uniform`, `er`, `erk`), `bsr`, or explicit densities: a mapping from name patterns, of
+            which the first match counts, or a sequence in layer order. `bsr` takes BSR-Net's initial densities from
+            the model and distributes the rest of the budget over the layers in proportion to their size, as
+            BSR-Net's first rewiring does in expectation.
+        shapes: Shapes of the sparse weights, by name.
+        density: Fraction of all weights that is active; the counts of a rule sum to exactly this fraction, rounded
+            to a whole weight. Explicit densities ignore it.
+        model: The model; only `bsr` needs it.
+
+    Raises:
+        UserError: If the distribution does not fit the layers.
     """
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     if not isinstance(distribution, str):
@@ -49,25 +57,31 @@ def active_counts(
     budget = round(density * sum(sizes.values()))
     if distribution == "bsr":
         return whole_counts(_bsr(model, sizes, density, budget), sizes, budget)
-    rule = RULES[distribution]
+    rule = DENSITY_RULES[distribution]
     return whole_counts(_saturate({n: rule(s) * sizes[n] for n, s in shapes.items()}, sizes, budget), sizes, budget)
 
 
-def _saturate(shares: Mapping[str, float], sizes: Mapping[str, int], budget: int) -> dict[str, float]:
-    """Scale the shares to the budget; a layer that would be more than dense is dense and the others take the rest."""
+def _saturate(weights: Mapping[str, float], sizes: Mapping[str, int], budget: int) -> dict[str, float]:
+    """Scale relative counts to the budget; layers that would exceed their size are dense, the others get the rest."""
     dense: set[str] = set()
     while True:
-        free = [name for name in shares if name not in dense]
+        free = [name for name in weights if name not in dense]
         rest = budget - sum(sizes[name] for name in dense)
-        scale = rest / sum(shares[name] for name in free) if free else 0.0
-        over = {name for name in free if scale * shares[name] > sizes[name]}
+        scale = rest / sum(weights[name] for name in free) if free else 0.0
+        over = {name for name in free if scale * weights[name] > sizes[name]}
         if not over:
-            return {name: float(sizes[name]) if name in dense else scale * shares[name] for name in shares}
+            return {name: float(sizes[name]) if name in dense else scale * weights[name] for name in weights}
         dense |= over
 
 
 def whole_counts(ideal: Mapping[str, float], sizes: Mapping[str, int], budget: int) -> dict[str, int]:
-    """Round to integers that add up to the budget (largest remainder), each within [1, size] where it can be."""
+    """Round to integers that sum to the budget (largest remainder method), each within [1, size] if possible.
+
+    Args:
+        ideal: Real-valued count of each layer.
+        sizes: Number of weights of each layer.
+        budget: Sum of the counts.
+    """
     least = 1 if budget >= len(sizes) else 0
     counts = {name: min(max(math.floor(ideal[name]), least), sizes[name]) for name in sizes}
     spare = budget - sum(counts.values())
@@ -76,7 +90,7 @@ def whole_counts(ideal: Mapping[str, float], sizes: Mapping[str, int], budget: i
         for name in [n for n in by_remainder if counts[n] < sizes[n]][:spare]:
             counts[name] += 1
             spare -= 1
-    while spare < 0:  # only where the floor of one weight per layer went over the budget
+    while spare < 0:  # only if the minimum of one weight per layer exceeds the budget
         largest = max(counts, key=lambda name: counts[name])
         counts[largest] -= 1
         spare += 1
@@ -90,12 +104,12 @@ def _explicit(densities: Mapping[str, float] | Sequence[float], names: list[str]
         return _checked(dict(zip(names, densities, strict=True)))
     for pattern in densities:
         if not any(_names(name, pattern) for name in names):
-            raise UserError(f'a density is given for "{pattern}", which no sparse weight is called')
+            raise UserError(f'a density is given for "{pattern}", which matches no sparse weight')
     chosen = {}
     for name in names:
         matching = [d for pattern, d in densities.items() if _names(name, pattern)]
         if not matching:
-            raise UserError(f'no density is given for "{name}"; a pattern "*" at the end covers the rest')
+            raise UserError(f'no density is given for "{name}"; add a pattern "*" at the end for all other weights')
         chosen[name] = matching[0]
     return _checked(chosen)
 
@@ -107,14 +121,16 @@ def _names(name: str, pattern: str) -> bool:
 def _checked(densities: dict[str, float]) -> dict[str, float]:
     for name, density in densities.items():
         if not 0 <= density <= 1:
-            raise UserError(f'density {density} of "{name}" is not between 0 and 1')
+            raise UserError(f'density {density} of "{name}" must be between 0 and 1')
     return densities
 
 
 def _bsr(model: nn.Module | None, sizes: Mapping[str, int], density: float, budget: int) -> dict[str, float]:
     table = getattr(model, "bsr_densities", None)
     if table is None:
-        raise UserError('distribution "bsr" is known for vgg16, wrn_28_4 and the resnets; give densities by name')
+        raise UserError(
+            'distribution "bsr" is known only for vgg16, wrn_28_4 and the resnets; give densities by name'
+        )
     start = {name: d * sizes[name] for name, d in table(density).items() if name in sizes}
     if missing := set(sizes) - set(start):
         raise UserError(f'distribution "bsr" has no density for "{min(missing)}"')
@@ -125,7 +141,7 @@ def _bsr(model: nn.Module | None, sizes: Mapping[str, int], density: float, budg
 
 
 def _fill(start: Mapping[str, float], sizes: Mapping[str, int], rest: float) -> dict[str, float]:
-    """Spread `rest` in proportion to layer size, never past dense."""
+    """Distribute `rest` in proportion to layer size; no layer exceeds its size."""
     filled = dict(start)
     while rest > 1e-9:
         room = [name for name in sizes if filled[name] < sizes[name]]

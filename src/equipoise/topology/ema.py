@@ -26,9 +26,10 @@ class EMA:
         with ema.applied(), torch.no_grad():  # BatchNorm: torch.optim.swa_utils.update_bn(loader, model) in here
             evaluate(model)
 
-    The decay rises to `decay` as (1+t)/(10+t), so that the random initial weights are soon forgotten. When the topology
-    changes, the average of a dropped weight becomes zero and that of a grown weight starts at zero, also if one update
-    drops and regrows it. In packed storage the values move with their indices, which torch's AveragedModel does not do.
+    The decay rises to `decay` as (1+t)/(10+t), so that the random initial weights soon lose their influence. When the
+    topology changes, the average of a dropped weight becomes zero and that of a grown weight starts at zero, also if
+    one update drops and regrows it. In packed storage the values move with their indices, which torch's AveragedModel
+    does not do.
 
     Args:
         model: The model.
@@ -47,7 +48,7 @@ class EMA:
         compile: Compile = lambda function: function,
     ) -> None:
         if not 0 < decay < 1:
-            raise UserError(f"ema={decay}: the decay of the weight average is in (0, 1), such as 0.995")
+            raise UserError(f"ema={decay}: the decay of the weight average must be in (0, 1), such as 0.995")
         self.decay = decay
         self.steps = 0
         self.topology: Topology | None = None
@@ -75,7 +76,7 @@ class EMA:
         return found
 
     def tensor_of(self, stepped: nn.Parameter) -> Tensor | None:
-        """The average of a tensor that the optimizer steps."""
+        """The average of a tensor that the optimizer steps; `None` if there is none."""
         pairs = zip(self._stepped, self._averages, strict=True)
         return next((average for tensor, average in pairs if tensor is stepped), None)
 
@@ -91,9 +92,9 @@ class EMA:
             self.follow(self.topology)
 
     def update(self) -> None:
-        """Take the current weights into the average."""
+        """Update the average with the current weights, after an optimizer step."""
         if self.topology is not Topology.of(self._model) is not None:
-            raise UserError("a topology was attached after the average was made; call ema.follow(topology)")
+            raise UserError("a topology was attached after the EMA was created; call ema.follow(topology)")
         self.begin_step(self.steps)
         self.blend()
 
@@ -101,7 +102,7 @@ class EMA:
         """Set the decay of update `number`, counted from 0."""
         self.steps = number + 1
         rate = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
-        if rate != self._known_rate:  # it is constant after the first steps
+        if rate != self._known_rate:  # the rate is constant after the first steps
             self._rate.fill_(rate)
             self._known_rate = rate
 
@@ -125,14 +126,16 @@ class EMA:
                 buffer.detach().copy_(buffers[name])
 
     def state_dict(self) -> dict[str, Any]:
+        """The averages by parameter name, and the number of updates."""
         return {"steps": self.steps, "values": self.values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the averages of a saved run; packed vectors may have another length."""
         self.steps = state["steps"]
         for name, value in self.values.items():
             if (saved := state["values"][name]).shape == value.shape:
                 value.copy_(saved)
-            else:  # the number of packed weights may differ
+            else:
                 value.data = saved.to(value, copy=True)
 
 
@@ -145,12 +148,12 @@ def blend(average: Tensor, weights: Tensor, rate: Tensor, activity: Tensor | Non
 
 @contextmanager
 def weights_of(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run the model with other weights; its own are restored afterwards."""
-    own = {name: p.data for name, p in model.named_parameters()}
+    """Run the model with other weights; the original weights are restored afterwards."""
+    original = {name: p.data for name, p in model.named_parameters()}
     try:
         for name, p in model.named_parameters():
             p.data = values[name]
         yield
     finally:
         for name, p in model.named_parameters():
-            p.data = own[name]
+            p.data = original[name]

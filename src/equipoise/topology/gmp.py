@@ -16,10 +16,15 @@ from equipoise.topology.schedule import Window
 
 @dataclass(frozen=True, kw_only=True)
 class GMP(Dynamic):
-    """GMP (Zhu & Gupta 2017): prune the smallest weights along a cubic, from `initial_sparsity` to `sparsity`.
+    """GMP (Zhu & Gupta 2017): prune the smallest weights on a cubic schedule.
 
-    s_t = s_f + (s_i - s_f)·(1 - progress)³ in every layer, towards the counts of the distribution. The last
-    update inside the window reaches the final counts exactly. Defaults: from dense, every 100 steps, until 75 %.
+    The sparsity of every layer is s_t = s_f + (s_i - s_f)·(1 - progress)³, where the distribution gives s_f. The last
+    update inside the window reaches the final counts exactly. By default training starts dense and prunes every 100
+    steps until 75 % of training.
+
+    Args:
+        initial_sparsity: Sparsity s_i at the start.
+        drop_fraction: Fraction of the active weights that an update exchanges in addition; 0 in GMP.
     """
 
     initial_sparsity: float = 0.0
@@ -28,14 +33,16 @@ class GMP(Dynamic):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.initial_sparsity <= self.sparsity:
-            raise UserError(f"initial_sparsity={self.initial_sparsity}: between 0 and the final {self.sparsity}")
+            raise UserError(
+                f"initial_sparsity={self.initial_sparsity}: must be between 0 and sparsity={self.sparsity}"
+            )
 
     def initial_counts(self, shapes: Shapes, model: nn.Module) -> dict[str, int]:
         final = self.final_counts(shapes, model)
         if self.initial_sparsity == 0:
             return {name: math.prod(shape) for name, shape in shapes.items()}
         if not isinstance(self.distribution, str):
-            raise UserError("explicit densities go with initial_sparsity=0: they say where to end, not to start")
+            raise UserError("explicit densities are final densities and need initial_sparsity=0")
         start = active_counts(self.distribution, shapes, 1 - self.initial_sparsity, model)
         return {name: max(start[name], final[name]) for name in final}
 
@@ -43,11 +50,12 @@ class GMP(Dynamic):
         window = super().window(total_steps)
         if not window.last_update:
             raise UserError(
-                f"every={self.every}: no update falls inside {window.total} steps, nothing would be pruned"
+                f"every={self.every}: no update falls inside {window.total} steps, so nothing would be pruned; "
+                "choose a smaller `every`"
             )
         return window
 
     def target(self, layer: SparseWeight, completion: float) -> int:
-        """The cubic from the layer's initial count to its final one, never growing."""
+        """Count on the cubic from the initial to the final count of the layer; it never increases."""
         left = (layer.initial - layer.final) * (1 - min(completion, 1.0)) ** 3
         return min(layer.active, layer.final + round(left))

@@ -14,10 +14,10 @@ from equipoise.topology.gmp import GMP
 
 @dataclass(frozen=True, kw_only=True)
 class GraNet(GMP):
-    """GraNet (Liu et al. 2021): GMP's cubic, and at each update a share of the weights is regrown by gradient.
+    """GraNet (Liu et al. 2021): GMP that also exchanges weights, growing those with the largest gradient.
 
-    Sparse to sparse by default: from 50 % sparsity; drop fraction 0.5 by cosine to 0. Pruning is per layer towards
-    the counts of the distribution (the original compares magnitudes across layers).
+    By default training starts at 50 % sparsity, and the drop fraction decays from 0.5 to 0 by cosine. Each layer is
+    pruned towards its count in the distribution; the original compares magnitudes across layers.
     """
 
     initial_sparsity: float = 0.5

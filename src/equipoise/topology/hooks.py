@@ -30,7 +30,7 @@ class Hooks:
             optimizer.register_step_post_hook(self._after_step),
         ]
         for layer in topology.layers:
-            if isinstance(layer, MaskedWeight):  # in packed storage there is nothing to hide
+            if isinstance(layer, MaskedWeight):  # packed storage has no gradient of inactive weights to hide
                 hook = partial(after_backward, layer)
                 self._handles.append(layer.parameter.register_post_accumulate_grad_hook(hook))
                 if topology.algorithm.dense_gradient != "never":
@@ -38,14 +38,14 @@ class Hooks:
                     self._handles.append(layer.parameter.register_hook(before))
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _before_step(
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Prepare the gradients, or wrap the closure so that they are prepared whenever it has computed them."""
+        """Prepare the gradients, or wrap the closure so that each of its calls ends with this preparation."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._topology.before_step()

@@ -1,4 +1,4 @@
-"""Which weights of a model a topology begins with."""
+"""The initial mask of a topology."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ from equipoise.topology.selection import select
 
 
 class Planned(NamedTuple):
-    """A weight that will be sparse: its counts at the start and at the end, and the places that are active first."""
+    """Plan for one sparse weight.
+
+    Attributes:
+        name: Name of the weight.
+        weight: The weight.
+        initial: Number of active weights at the start.
+        final: Number of active weights at the end.
+        active: Flat indices of the weights that are active at the start, in no order.
+    """
 
     name: str
     weight: nn.Parameter
     initial: int
     final: int
-    active: Tensor  # flat places, in no order
+    active: Tensor
 
 
 def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
-    """What attaching the algorithm to the model will make sparse; the same on every device and in every storage."""
+    """Return the weights that the algorithm makes sparse. The plan is the same on every device and in every storage."""
     if algorithm.sparsity == 0 and isinstance(algorithm.distribution, str):
         return []
     chosen = select(model, algorithm.include, algorithm.exclude, algorithm.dense_first, algorithm.dense_last)
@@ -32,7 +40,7 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
     initial, final = algorithm.initial_counts(shapes, model), algorithm.final_counts(shapes, model)
     if not any(final.values()):
         size = sum(weight.numel() for weight in chosen.values())
-        raise UserError(f"none of the {size} chosen weights would be active; take a lower sparsity or more weights")
+        raise UserError(f"none of the {size} chosen weights would be active; choose a lower sparsity or more weights")
     generator = torch.Generator()  # on the CPU: the same initial mask on every device
     planned = []
     for name, weight in chosen.items():

@@ -1,4 +1,4 @@
-"""MEST: importance from weight and gradient together."""
+"""MEST: drop by weight and gradient together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from equipoise.topology.algorithm import Dynamic
 class MEST(Dynamic):
     """MEST (Yuan et al. 2021): drop the lowest |w| + λ·|g| of the active weights, grow at random.
 
-    gradient_weight: λ = 1. The drop fraction falls by cosine (elastic mutation); the memory bound is the hard one.
+    The drop fraction decays by cosine (elastic mutation). The memory bound is the hard one of the paper: the
+    number of active weights never rises.
+
+    Args:
+        gradient_weight: λ.
     """
 
     until: float = 1.0
@@ -24,7 +28,7 @@ class MEST(Dynamic):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gradient_weight < 0:
-            raise UserError(f"gradient_weight={self.gradient_weight}: λ of |w| + λ|g| is not negative")
+            raise UserError(f"gradient_weight={self.gradient_weight}: λ of |w| + λ·|g| must not be negative")
 
     def drop_score(self, layer: SparseWeight) -> Tensor:
         score = layer.weight.abs()

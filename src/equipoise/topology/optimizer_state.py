@@ -11,7 +11,7 @@ from equipoise.storage.sparse_weight import SparseWeight
 
 
 def restart_lbfgs(optimizer: torch.optim.Optimizer) -> None:
-    """Clear LBFGS's curvature, which is that of the old topology, and the number of weights that it has cached."""
+    """Clear the curvature of LBFGS, which belongs to the old topology, and its cached number of weights."""
     if isinstance(optimizer, torch.optim.LBFGS):
         optimizer.state.clear()
         optimizer._numel_cache = None

@@ -1,4 +1,4 @@
-"""Packing a model for an algorithm, and the packed layers of a model as a topology sees them."""
+"""Pack a model for an algorithm, and find the packed weights of a model for a topology."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) -> nn.Module:
-    """A copy of a model that computes the same function and holds only its active weights.
+    """Return a copy of a model that computes the same function and stores only its active weights.
 
     To train in packed storage, pack and attach the same algorithm:
 
@@ -49,7 +49,7 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
     if isinstance(what, Mapping):
         return pack_masks(model, what)
     if isinstance(what, Algorithm):
-        plan = plan_layers(what, model)  # before the copy: what it refuses may not be copyable
+        plan = plan_layers(what, model)  # before the copy: a model that is refused may not be copyable
         model = copy.deepcopy(model)
         for planned in plan:
             mask = torch.zeros(planned.weight.numel(), dtype=torch.bool).index_fill_(0, planned.active, True)
@@ -63,7 +63,7 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
 
 
 def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:
-    """Why a model cannot be packed; `None` if it can."""
+    """Return the reason why a model cannot be packed; `None` if it can."""
     for planned in plan_layers(algorithm, model):
         path, _, leaf = planned.name.rpartition(".")
         layer = model.get_submodule(path)
@@ -96,16 +96,16 @@ def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[SparseWeight]
 
 
 def _check_counts(algorithm: Algorithm, modules: Mapping[str, PackedLayer], model: nn.Module) -> None:
-    """Refuse an algorithm that ends with other counts than the one the model was packed for."""
+    """Refuse an algorithm whose final counts differ from those that the model was packed for."""
     if algorithm.distribution == "bsr" and getattr(model, "bsr_densities", None) is None:
-        return  # a traced model has lost the table that these counts come from
+        return  # a traced model no longer has the table of densities
     wanted = algorithm.final_counts({name: module.weight_shape for name, module in modules.items()}, model)
     size = sum(module.shape.weight_numel for module in modules.values())
     packed = sum(module.final or 0 for module in modules.values())
     for name, module in modules.items():
         if module.final != wanted[name]:
             raise UserError(
-                f"the model was packed for a density of {packed / size:.4g}, {type(algorithm).__name__} is to have "
+                f"the model was packed for a density of {packed / size:.4g}, {type(algorithm).__name__} needs "
                 f'{sum(wanted.values()) / size:.4g} ("{name}": {module.final} and {wanted[name]} active weights); '
                 "pack and attach the same algorithm"
             )

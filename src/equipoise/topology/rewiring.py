@@ -1,8 +1,8 @@
-"""BSR-Net's rewiring: drop weights that cross their sign, and refill the network to its budget.
+"""BSR-Net's rewiring: drop weights that change their sign, and refill the network to its budget.
 
-Nothing here reads a value from the device, so a GPU never waits and the work can be captured in a CUDA graph. How many
-connections are missing is known on the device only. Everything therefore has the size of the budget, and writes for
-connections that are not missing go to an element that belongs to no weight.
+Nothing in this module reads a value from the device, so the CPU never waits for a GPU and a CUDA graph can capture the
+work. Only the device knows the number of missing connections. All tensors therefore have the size of the budget, and
+writes for connections that are not missing go to an element that belongs to no weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from equipoise.topology.followers import Followers
 
 NEWBORN = 1e-12  # |w| of a new connection
 BLOCK = 64  # indices counted together; no two weights share a block
-SPREAD = 128  # counters for each weight, so that additions to one of them do not queue up
+SPREAD = 128  # counters for each weight, so that atomic additions seldom meet at one of them
 
 States = Callable[[SparseWeight], list[Tensor]]
 
@@ -66,7 +66,7 @@ class Rewiring(ABC):
         self._bounds = torch.tensor([layer.size for layer in layers], device=device).cumsum(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Generators cannot be copied; every step seeds this one."""
+        """Leave out the generator, which cannot be copied; every step seeds it."""
         return {key: value for key, value in self.__dict__.items() if key != "generator"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -89,20 +89,21 @@ class Rewiring(ABC):
 
     @abstractmethod
     def cross(self, rate: float | Tensor, drop: bool) -> None:
-        """Add noise, and set inactive weights and those that have crossed their sign to zero.
+        """Add noise, and set inactive weights and weights that have crossed zero to zero.
 
         Args:
             rate: The learning rate.
-            drop: Whether these weights also become inactive.
+            drop: Whether weights that have crossed zero also become inactive.
         """
 
     @abstractmethod
     def refill(self) -> None:
         """Grow as many connections as are missing in the whole network.
 
-        Each missing connection picks a weight with probability proportional to its size. The n connections of one
-        weight are one from each of n equal shares of its inactive indices: every index is equally likely, none is
-        drawn twice, and the count is exact. What falls on a full weight goes to the others by the room they have.
+        Each missing connection picks a weight with probability proportional to its size. The inactive
+        indices of a weight that gets n connections are divided into n equal intervals, and one index is drawn from
+        each: every index is equally likely, none is drawn twice, and the count is exact. Connections that exceed the
+        room of a weight go to the others in proportion to their room.
         """
 
     def activity_of(self, stepped: Tensor) -> Tensor | None:
@@ -148,7 +149,7 @@ class MaskedRewiring(Rewiring):
         self._end = -(-max(ends) // BLOCK) * BLOCK
         self._first = torch.tensor([start // BLOCK for start in starts], device=device)
         self._last = torch.tensor([(end - 1) // BLOCK for end in ends], device=device)
-        self._cross, self._count, self._share_out = compile(cross), compile(count_inactive), compile(share_out)
+        self._cross, self._count, self._distribute = compile(cross), compile(count_inactive), compile(distribute)
         self._choose, self._find = compile(choose), compile(find)
 
     def activity_of(self, stepped: Tensor) -> Tensor | None:
@@ -199,18 +200,18 @@ class MaskedRewiring(Rewiring):
         room = inactive[self._last] - before
         missing = self.budget - (self._total - room.sum())
         drawn = self._draw()
-        counts = self._share_out(missing, self._open(room), drawn[0], self._bounds)
+        counts = self._distribute(missing, self._open(room), drawn[0], self._bounds)
         rank, wanted = self._choose(missing, counts, room, before, drawn[1])
         block = torch.searchsorted(inactive, rank + 1).clamp(max=len(inactive) - 1)
         self._grow(activity, self._find(activity, inactive, block, rank, wanted), wanted)
 
     def _open(self, room: Tensor) -> Tensor:
-        """The room of weights that are trained; frozen ones get no connection."""
+        """The room of trained weights; frozen weights get no connection."""
         trained = [layer.parameter.requires_grad for layer in self._layers]
         return room if all(trained) else room * torch.tensor(trained, device=room.device)
 
     def _activity(self) -> Tensor:
-        """The activity of all weights as one vector that ends with an element of no weight."""
+        """The activity of all weights in one vector, whose last element belongs to no weight."""
         if self._flat is not None:
             return self._layers[0].masked.activity
         vector = torch.full((self._end + BLOCK,), ACTIVE, dtype=torch.int8, device=self._bounds.device)
@@ -252,7 +253,7 @@ class PackedRewiring(Rewiring):
         for layer in layers:
             if layer.memory is None:
                 raise UserError(
-                    f'"{layer.name}" was packed without the signs of its weights: pack(model, BSRNet(...))'
+                    f'"{layer.name}" was packed without the signs of its weights; use pack(model, BSRNet(...))'
                 )
         self._layers, self._states = list(layers), states
         self._crossed: list[Tensor] = []
@@ -281,7 +282,7 @@ class PackedRewiring(Rewiring):
         room = torch.tensor([layer.size for layer in self._layers]) - left
         trained = torch.tensor([layer.parameter.requires_grad for layer in self._layers])
         missing, drawn = self.budget - left.sum(), self._draw()
-        counts = share_out(missing, room * trained, drawn[0], self._bounds)
+        counts = distribute(missing, room * trained, drawn[0], self._bounds)
         ranks, _ = choose(missing, counts, room, torch.zeros_like(room), drawn[1])
         parts = ranks[: int(counts.sum())].split(counts.tolist())
         for layer, flags, own in zip(self._layers, kept, parts, strict=True):
@@ -301,7 +302,16 @@ def cross(
     scale: float | Tensor,
     drop: bool,
 ) -> None:
-    """Add noise to active weights; set those that have crossed their sign, and inactive ones, to zero, in place."""
+    """Add noise to active weights, and set weights that have crossed zero and inactive weights to zero, in place.
+
+    Args:
+        weights: The weights.
+        activity: `ACTIVE`, `DROPPED` or `NEVER` for each weight; changed if `drop`.
+        signs: Sign of each weight; 0 marks elements that are not sparse.
+        noise: Standard normal noise, or `None`.
+        scale: Factor of the noise.
+        drop: Whether weights that have crossed zero become inactive.
+    """
     active = activity == ACTIVE
     own = active & (signs != 0)
     new = weights if noise is None else torch.where(own, weights + noise * scale, weights)
@@ -312,17 +322,17 @@ def cross(
 
 
 def count_inactive(activity: Tensor) -> Tensor:
-    """Number of inactive indices of each block."""
+    """Return the number of inactive indices of each block."""
     return (activity.view(-1, BLOCK) >= 0).sum(1, dtype=torch.int32)
 
 
-def share_out(missing: Tensor, room: Tensor, drawn: Tensor, bounds: Tensor) -> Tensor:
-    """Number of new connections for each weight.
+def distribute(missing: Tensor, room: Tensor, drawn: Tensor, bounds: Tensor) -> Tensor:
+    """Return the number of new connections of each weight.
 
     Args:
         missing: Number of missing connections.
         room: Number of inactive indices of each weight.
-        drawn: Random integers, at least as many as are missing.
+        drawn: Random integers, one for each possible connection.
         bounds: Cumulative sizes of the weights.
     """
     number, layers = torch.arange(len(drawn), device=drawn.device), len(bounds)
@@ -338,7 +348,7 @@ def share_out(missing: Tensor, room: Tensor, drawn: Tensor, bounds: Tensor) -> T
 
 
 def choose(missing: Tensor, counts: Tensor, room: Tensor, before: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """The rank of each new connection among the inactive indices, and whether it is wanted.
+    """Return the rank of each new connection among the inactive indices, and whether it is wanted.
 
     Args:
         missing: Number of missing connections.
@@ -358,7 +368,15 @@ def choose(missing: Tensor, counts: Tensor, room: Tensor, before: Tensor, drawn:
 
 
 def find(activity: Tensor, inactive: Tensor, block: Tensor, rank: Tensor, wanted: Tensor) -> Tensor:
-    """The indices of these ranks, each known to lie in a block; the last index of all for those not wanted."""
+    """Return the index of each rank among the inactive indices; the last index of all for ranks that are not wanted.
+
+    Args:
+        activity: Activity of all weights.
+        inactive: Number of inactive indices up to the end of each block.
+        block: Block that contains each rank.
+        rank: Ranks among the inactive indices.
+        wanted: Whether each rank is wanted.
+    """
     earlier = torch.where(block > 0, inactive[(block - 1).clamp(min=0)], 0)
     window = activity[block[:, None] * BLOCK + torch.arange(BLOCK, device=activity.device)] >= 0
     upto = window.cumsum(1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""RigL and its kin: growth where the gradient is largest."""
+"""RigL: grow the weights with the largest gradient."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from equipoise.topology.algorithm import Dynamic
 
 @dataclass(frozen=True, kw_only=True)
 class RigL(Dynamic):
-    """RigL (Evci et al. 2020): drop the smallest weights, grow where the gradient is largest.
+    """RigL (Evci et al. 2020): drop the smallest weights, grow those with the largest gradient.
 
-    Defaults of the paper: every 100 steps until 75 % of training, drop fraction 0.3 by cosine to 0, no optimizer
-    step at updates, no regrowth of what the same update dropped.
-    growth: by the gradient of the `batch`, or by the `corrected` one (the "-G" variants of AGENT's appendix), which
-    makes a gradient correction keep the old gradients of inactive places too.
+    The defaults are those of the paper: updates every 100 steps until 75 % of training, drop fraction from 0.3 to 0 by
+    cosine, no optimizer step at updates, and no regrowth of weights that the same update dropped.
+
+    Args:
+        growth: Grow by the gradient of the `batch` or by the `corrected` gradient (the "-G" variants in AGENT's
+            appendix). `corrected` makes a gradient correction also keep the old gradients of inactive weights.
     """
 
     step_at_update: Literal["take", "skip"] = "skip"
@@ -33,7 +35,7 @@ class RigL(Dynamic):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.growth not in ("batch", "corrected"):
-            raise UserError(f'growth="{self.growth}": it is "batch" or "corrected"')
+            raise UserError(f'growth="{self.growth}": expected "batch" or "corrected"')
 
     def growth_score(self, layer: SparseWeight, generator: torch.Generator) -> Tensor:
         """|∂loss/∂w|; random for a weight that took no part in the loss."""

@@ -1,4 +1,4 @@
-"""When the topology changes, and by how much."""
+"""Schedules: the update steps of a topology, and the drop fraction at each of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ Decay = Literal["constant", "linear", "cosine"]
 
 
 def decay(kind: Decay, start: float, end: float, progress: float) -> float:
-    """The value at `progress` in [0, 1] on the way from `start` to `end`."""
+    """Return the value at a point of a schedule.
+
+    Args:
+        kind: Shape of the schedule.
+        start: Value at progress 0.
+        end: Value at progress 1; ignored if `constant`.
+        progress: Progress in [0, 1]; values outside are clamped.
+    """
     progress = min(max(progress, 0.0), 1.0)
     match kind:
         case "constant":
@@ -21,14 +28,21 @@ def decay(kind: Decay, start: float, end: float, progress: float) -> float:
             return start + (end - start) * progress
         case "cosine":
             return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
-    raise UserError(f'no decay is called "{kind}"; there is constant, linear, cosine')
+    raise UserError(f'no decay is called "{kind}"; choose from constant, linear, cosine')
 
 
 @dataclass(frozen=True)
 class Window:
-    """Update steps: every `every` steps after the share `begin` of training and before the share `until`.
+    """The update steps of a training.
 
-    Steps count from 1. The last step of training is never an update: what it grew would never be trained.
+    Steps count from 1. The last step of training is never an update, because weights that it grew would never be
+    trained.
+
+    Args:
+        every: Steps between updates.
+        begin: Fraction of the training after which updates begin.
+        until: Fraction of the training after which updates end.
+        total: Number of optimizer steps of the training.
     """
 
     every: int
@@ -38,11 +52,13 @@ class Window:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise UserError(f"every={self.every}: updates are at least 1 step apart")
+            raise UserError(f"every={self.every}: updates must be at least 1 step apart")
         if self.total < 1:
-            raise UserError(f"total_steps={self.total}: training has at least 1 optimizer step")
+            raise UserError(f"total_steps={self.total}: training must have at least 1 optimizer step")
         if not 0 <= self.begin < self.until <= 1:
-            raise UserError(f"begin={self.begin}, until={self.until}: shares of training, 0 <= begin < until <= 1")
+            raise UserError(
+                f"begin={self.begin}, until={self.until}: fractions of training must be 0 <= begin < until <= 1"
+            )
 
     @property
     def first(self) -> int:
@@ -57,14 +73,14 @@ class Window:
 
     @property
     def last_update(self) -> int:
-        """The last update step, or 0 where there is none."""
+        """The last update step; 0 if there is none."""
         step = (self.last - 1) // self.every * self.every
         return step if self.contains(step) else 0
 
     def progress(self, step: int) -> float:
-        """How far the window has passed, as a share."""
+        """Fraction of the window that has passed at a step."""
         return (step - self.first) / max(self.last - self.first, 1)
 
     def completion(self, step: int) -> float:
-        """Like progress, but 1 at the last update: what has to be reached is reached."""
+        """Like `progress`, but exactly 1 at the last update, so that a schedule reaches its final value."""
         return (step - self.first) / max(self.last_update - self.first, 1)

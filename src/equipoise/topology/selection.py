@@ -15,7 +15,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from equipoise.errors import UserError
 
 Selector = str | type[nn.Module]
-Candidate = tuple[str, tuple[nn.Module, ...], nn.Parameter]  # name, the modules it is inside, its owner last, weight
+Candidate = tuple[str, tuple[nn.Module, ...], nn.Parameter]  # name, enclosing modules (owner last), weight
 
 DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
     nn.Linear,
@@ -27,7 +27,7 @@ DEFAULT_TYPES: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose3d,
     nn.MultiheadAttention,
 )
-# Peers have made norms and embeddings sparse by matching on the number of dimensions; we refuse by type.
+# Excluded by type: matching on the number of dimensions would also find embeddings and some norms.
 NEVER_TYPES: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
     nn.GroupNorm,
@@ -40,7 +40,7 @@ NEVER_TYPES: tuple[type[nn.Module], ...] = (
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside `torch.compile`, DataParallel and DistributedDataParallel."""
+    """Return the module inside `torch.compile`, DataParallel and DistributedDataParallel wrappers."""
     while True:
         compiled = getattr(model, "_orig_mod", None)
         if isinstance(compiled, nn.Module):
@@ -52,7 +52,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def as_selectors(given: Selector | Sequence[Selector]) -> tuple[Selector, ...]:
-    """A single one may be given bare: `exclude="head"` is not h, e, a and d."""
+    """Return selectors as a tuple; a single string or type is one selector."""
     return (given,) if isinstance(given, str | type) else tuple(given)
 
 
@@ -63,14 +63,22 @@ def select(
     dense_first: bool = False,
     dense_last: bool = False,
 ) -> dict[str, nn.Parameter]:
-    """The weights to make sparse, by parameter name, in the model's order.
+    """Return the weights to make sparse, by parameter name, in the order of the model.
 
-    By default every weight of `DEFAULT_TYPES`; never a bias, a norm or an embedding (nor a weight tied to one),
-    and nothing frozen.
-    `include` and `exclude` hold glob patterns over parameter or module names (``"layer4.*"``) and module types, which
-    mean every weight inside a module of that type; `include` replaces the default types. `dense_first` and
-    `dense_last` leave the first and last of them dense. A parametrized weight is no parameter and stays dense, which
-    a warning tells; weight normalisation divides by the norm of a row, which may be empty, and is refused.
+    The default is every weight of `DEFAULT_TYPES`. Biases, norms, embeddings, weights tied to them and frozen weights
+    are never selected. A parametrized weight is not a parameter and stays dense, with a warning.
+
+    Args:
+        model: The model.
+        include: Glob patterns over parameter or module names (``"layer4.*"``) and module types, which select every
+            weight inside a module of that type; replaces the default types.
+        exclude: Patterns and types of weights that stay dense.
+        dense_first: Whether the first selected weight stays dense.
+        dense_last: Whether the last selected weight stays dense.
+
+    Raises:
+        UserError: If nothing is selected, a pattern matches nothing, a layer is lazy, or a layer has weight
+            normalisation, which divides by the norm of a row that may be empty.
     """
     model = unwrap(model)
     include, exclude = as_selectors(include), as_selectors(exclude)
@@ -86,7 +94,7 @@ def select(
     _refuse_weight_norm(taken)
     reached = {id(module) for _, inside, _ in taken for module in inside}
     hidden = [name for name, inside in _parametrized(model) if wanted(name, inside) and id(inside[-1]) not in reached]
-    _warn_of_parametrized(hidden)
+    _warn_about_parametrized(hidden)
     if any(isinstance(weight, UninitializedParameter) for weight in chosen.values()):
         raise UserError("the model has lazy layers without shapes; run one batch through it before attaching")
     names = list(chosen)
@@ -99,7 +107,7 @@ def select(
 
 
 def _candidates(model: nn.Module) -> Iterator[Candidate]:
-    """Every trainable weight of two or more dimensions that no norm and no embedding owns; a tied one once."""
+    """Yield every trainable weight of two or more dimensions outside norms and embeddings; tied weights once."""
     refused = {
         id(weight)
         for module in model.modules()
@@ -118,26 +126,26 @@ def _candidates(model: nn.Module) -> Iterator[Candidate]:
 
 
 def _parametrized(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Every trainable weight that is computed from others, by name, and the modules it is inside."""
+    """Yield the name of every trainable weight that is computed from others, and its enclosing modules."""
     for prefix, module in model.named_modules():
         for name, parts in module.parametrizations.items() if is_parametrized(module) else ():
             if any(p.requires_grad and p.dim() >= 2 for p in parts.parameters()):
                 yield f"{prefix}.{name}" if prefix else name, _path(model, prefix)
 
 
-def _warn_of_parametrized(names: list[str]) -> None:
-    """Whoever asks for a sparse model shall know what of it is not."""
+def _warn_about_parametrized(names: list[str]) -> None:
+    """Warn about selected weights that stay dense."""
     if names:
         listed = ", ".join(f'"{name}"' for name in names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
         warnings.warn(
             f"parametrized weights stay dense: {listed}; "
-            "torch.nn.utils.parametrize.remove_parametrizations makes them plain again",
-            stacklevel=7,  # whoever called attach()
+            "remove them with torch.nn.utils.parametrize.remove_parametrizations to make these weights sparse",
+            stacklevel=7,  # the caller of attach()
         )
 
 
 def _refuse_weight_norm(taken: list[Candidate]) -> None:
-    """g·v/|v| of a row of v without an active weight is 0/0."""
+    """Refuse weight_norm: g·v/|v| is 0/0 for a row of v without active weights."""
     for name, inside, _ in taken:
         owner, _, leaf = name.rpartition(".")
         hooks = [hook for hook in inside[-1]._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
@@ -147,13 +155,13 @@ def _refuse_weight_norm(taken: list[Candidate]) -> None:
         )
         if old or new:
             raise UserError(
-                f'"{owner}" has weight_norm, which makes NaN of an empty row; '
+                f'"{owner}" has weight_norm, which gives NaN for a row without active weights; '
                 f'remove it, or leave the layer dense with exclude="{owner or name}"'
             )
 
 
 def _path(model: nn.Module, name: str) -> tuple[nn.Module, ...]:
-    """The modules from the model to the one of this name, both included."""
+    """Return the modules from the model to the module of this name, both included."""
     path = [model]
     for part in name.split(".") if name else ():
         path.append(path[-1].get_submodule(part))
@@ -171,8 +179,8 @@ def _matches(name: str, inside: tuple[nn.Module, ...], selectors: Sequence[Selec
 
 
 def _check_selectors(known: list[Candidate], selectors: list[Selector]) -> None:
-    """A pattern that matches nothing is a typing error that would silently change the experiment."""
+    """Refuse a pattern that matches nothing: a typing error would silently change the experiment."""
     for selector in selectors:
         if isinstance(selector, str) and not any(_matches(name, inside, [selector]) for name, inside, _ in known):
             some = ", ".join(name for name, *_ in known[:3])
-            raise UserError(f'"{selector}" matches no weight that can be sparse; weights are called {some}, ...')
+            raise UserError(f'"{selector}" matches no weight that can be sparse; names are {some}, ...')

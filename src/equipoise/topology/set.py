@@ -1,4 +1,4 @@
-"""Sparse Evolutionary Training."""
+"""SET: sparse evolutionary training."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from equipoise.topology.schedule import Decay
 
 @dataclass(frozen=True, kw_only=True)
 class SET(Dynamic):
-    """SET (Mocanu et al. 2018): drop the smallest weights, grow as many at random places.
+    """SET (Mocanu et al. 2018): drop the smallest weights, grow as many at random indices.
 
-    criterion: `magnitude`, or `signed` as in the original paper: the same share ζ of the smallest positive and
-    of the largest negative weights. Defaults: ζ = 0.3, constant, every 100 steps until the end.
+    By default the drop fraction ζ is constant at 0.3, with an update every 100 steps until the end.
+
+    Args:
+        criterion: `magnitude`, or `signed` as in the original paper: drop the same fraction ζ of the smallest positive
+            and of the largest negative weights.
     """
 
     until: float = 1.0
@@ -29,7 +32,7 @@ class SET(Dynamic):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.criterion not in ("magnitude", "signed"):
-            raise UserError(f'criterion="{self.criterion}": it is "magnitude" or "signed"')
+            raise UserError(f'criterion="{self.criterion}": expected "magnitude" or "signed"')
 
     def drop(self, layer: SparseWeight, count: int) -> Tensor:
         if self.criterion == "magnitude" or count == 0:
@@ -38,17 +41,17 @@ class SET(Dynamic):
 
 
 def _drop_by_sign(layer: SparseWeight, count: int) -> Tensor:
-    """The weights nearest to zero on either side, each side giving its share of `count`.
+    """Return the positive and negative weights nearest to zero, in proportion to the number of each sign.
 
-    The number of positive weights stays on the device: both sides offer `count` places in order, and which
-    offers are taken is decided there too, so that a GPU is never waited for.
+    The number of positive weights stays on the device, so that the CPU never waits for a GPU: `count` candidates of
+    each sign are sorted, and the device chooses among them.
     """
     weight = layer.weight
     negative = layer.mask().reshape(-1) & (weight < 0)
-    positive = layer.mask().reshape(-1) & ~negative  # a weight that is still zero counts here
+    positive = layer.mask().reshape(-1) & ~negative  # includes grown weights that are still zero
     sides = [layer.lowest(weight.abs(), count, side, ordered=True) for side in (positive, negative)]
     have = positive.sum(), negative.sum()
-    share = (count * have[0] / layer.active).round().long()
-    from_positive = torch.minimum(torch.maximum(share, count - have[1]), have[0])
+    ideal = (count * have[0] / layer.active).round().long()
+    from_positive = torch.minimum(torch.maximum(ideal, count - have[1]), have[0])
     rank = torch.arange(count, device=weight.device)
     return torch.where(rank < from_positive, sides[0], sides[1][(rank - from_positive).clamp(min=0)])

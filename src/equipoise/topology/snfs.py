@@ -1,4 +1,4 @@
-"""Sparse networks from scratch: growth by momentum."""
+"""SNFS: sparse networks from scratch, with growth by momentum."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from equipoise.topology.algorithm import Dynamic
 
 @dataclass(frozen=True, kw_only=True)
 class SNFS(Dynamic):
-    """SNFS (Dettmers & Zettlemoyer 2019): drop the smallest weights, grow where the smoothed gradient is largest.
+    """SNFS (Dettmers & Zettlemoyer 2019): drop the smallest weights, grow those with the largest momentum.
 
     The momentum m ← μ·m + (1-μ)·g of all weights is kept here and not read from the optimizer, so that any optimizer
-    works. It costs one dense copy. Counts per layer stay fixed: there is no redistribution between layers. The paper's
-    defaults: drop fraction 0.5, by cosine to 0.
+    works. It takes the memory of one dense copy. Counts per layer stay fixed: weights are not redistributed between
+    layers. As in the paper, the drop fraction decays from 0.5 to 0 by cosine.
 
     Args:
         momentum: μ.
@@ -34,7 +34,7 @@ class SNFS(Dynamic):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.momentum < 1:
-            raise UserError(f"momentum={self.momentum}: in [0, 1), such as 0.9")
+            raise UserError(f"momentum={self.momentum}: must be in [0, 1), such as 0.9")
 
     def observe(self, layer: SparseWeight, scale: Tensor | None) -> None:
         gradient = layer.gradient

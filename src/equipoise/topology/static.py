@@ -9,12 +9,12 @@ from equipoise.topology.algorithm import Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class Static(Algorithm):
-    """A random mask, fixed for all of training."""
+    """A random mask that stays fixed during training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Algorithm):
-    """No mask at all: the baseline that the sparse runs are compared with."""
+    """No mask: the dense baseline of sparse runs."""
 
     sparsity: float = field(default=0.0, init=False)
     distribution: str = "uniform"

@@ -1,4 +1,4 @@
-"""A topology at work: the masks of a model, kept at every step of its optimizer."""
+"""The topology of a model: its masks, applied at every step of its optimizer."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Topology:
         if hooks:
             self._hooks = Hooks(self)
 
-    # What a user asks for
+    # Properties
 
     @staticmethod
     def of(model: nn.Module) -> Topology | None:
@@ -131,13 +131,13 @@ class Topology:
 
     @property
     def attached(self) -> bool:
-        """Whether its hooks are installed."""
+        """Whether the hooks of the topology are installed."""
         return self._hooks is not None
 
     def __repr__(self) -> str:
         kind = f"{type(self.algorithm).__name__}, {self.storage}"
-        share = f"{self.active:,} of {self.size:,} weights active ({self.density:.2%})"
-        return f"<{kind}: {share}, step {self.steps}, {self.updates} updates>"
+        count = f"{self.active:,} of {self.size:,} weights active ({self.density:.2%})"
+        return f"<{kind}: {count}, step {self.steps}, {self.updates} updates>"
 
     @torch.no_grad()
     def project(self, tensors: dict[str, Tensor]) -> None:
@@ -147,7 +147,7 @@ class Topology:
                 layer.hide_inactive(tensors[layer.name])
 
     def follow(self, follower: Follower) -> None:
-        """Change the tensors of a follower together with the weights: zero what is dropped or grown."""
+        """Change the tensors of a follower together with the weights: dropped and grown entries become zero."""
         self._followers.add(follower)
         for layer in self.layers:
             for tensor in self._followers.of(layer.stepped):
@@ -205,7 +205,7 @@ class Topology:
         if self.rewiring is not None:
             self.rewiring.after_step(self.steps, self.optimizer.param_groups[0]["lr"])
         elif self.attached:
-            # In a loop without hooks nobody else changes weights: masked gradients keep inactive ones at zero.
+            # A loop without hooks masks the gradients and changes weights only by its steps: inactive ones stay zero.
             self.apply()
         if self.update_is_next:
             self._update()
@@ -236,7 +236,7 @@ class Topology:
         assert self.window is not None
         for layer in self.layers:
             if not layer.parameter.requires_grad:
-                continue  # frozen since
+                continue  # frozen after attaching
             generator = torch.Generator(layer.parameter.device)
             generator.manual_seed(derive(self.algorithm.seed, "growth", self.updates + 1, layer.name))
             choice = self.algorithm.choose(layer, self.window, self.steps + 1, generator)
@@ -250,7 +250,7 @@ class Topology:
         return [*layer.states(self.optimizer), *followers]
 
     def check_equal(self) -> None:
-        """Stop if the processes have different masks: the gradients that they average would not belong together."""
+        """Raise an error if the processes have different masks: the mean of their gradients would be meaningless."""
         if self.world.alone:
             return
         first, *others = self.world.all_gather_object([layer.digest() for layer in self.layers])
@@ -259,7 +259,7 @@ class Topology:
                 if here != there:
                     raise UserError(
                         f'processes 0 and {rank} have different masks of "{layer.name}" after update {self.updates}: '
-                        "they run different code, or one of them computes wrongly; resume from the last checkpoint"
+                        "they run different code or one of them computed a wrong value; resume from the last checkpoint"
                     )
 
     # Save, load, copy
@@ -278,8 +278,8 @@ class Topology:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the masks and counters of a saved topology. A wrong state is refused and changes nothing.
 
-        To resume, attach first, as in the run that was saved, and then load the model, the optimizer and this:
-        attaching sets the weights outside the initial mask to zero.
+        To resume, attach first, as in the run that was saved, and then load the model, the optimizer and the
+        topology: attaching sets the weights outside the initial mask to zero.
         """
         counts = check_state(self, state)
         self.steps, self.updates = state["steps"], state["updates"]
@@ -291,7 +291,7 @@ class Topology:
             lost |= isinstance(layer, MaskedWeight) and before < self._nonzeros[layer.name] <= counts[layer.name]
         if lost:
             warnings.warn(
-                "attaching set weights to zero that the loaded state calls active; load the model after attaching",
+                "attaching set weights to zero that are active in the loaded state; load the model after attaching",
                 stacklevel=3,
             )
         self._begin_step()
@@ -303,7 +303,7 @@ class Topology:
             layer.memory = None if memory is None else memory.to(layer.parameter.device, copy=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
-        """A copy that works on the copied model and optimizer if the three are copied together.
+        """Return a copy that works on the copied model and optimizer if the three are copied together.
 
         Optimizers and parameters lose their hooks when copied, so the copy installs its own.
         """

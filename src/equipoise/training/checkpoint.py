@@ -19,7 +19,7 @@ from torch import Tensor
 from equipoise.errors import UserError
 from equipoise.files import flush, written_whole
 
-VERSION = 1
+VERSION = 2
 
 
 class DamagedCheckpoint(UserError):

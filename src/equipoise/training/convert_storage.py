@@ -1,4 +1,4 @@
-"""Converting the state of a run from masked storage to packed and back."""
+"""Convert the state of a run between masked and packed storage."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ State = dict[str, Any]
 
 
 def plain_names(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter in the unpacked model, by identity."""
+    """Return the name of each parameter in the unpacked model, by `id`."""
     packed = {id(module.values) for module in model.modules() if isinstance(module, PackedLayer)}
     named = model.named_parameters()
     return {id(p): f"{name.removesuffix('values')}weight" if id(p) in packed else name for name, p in named}
 
 
 def in_storage(state: State, storage: str, shapes: Shapes) -> State:
-    """The state of a run as a run in another storage would have saved it.
+    """Return the state of a run as a run in the given storage would have saved it.
 
-    Active vectors of a correction are the same in both. The momentum that BSR-Net leaves at inactive weights exists in
-    masked storage only; after a conversion to packed storage and back it is zero.
+    Active vectors of a correction are the same in both storages. The momentum that BSR-Net leaves at inactive weights
+    exists in masked storage only. It is zero after a conversion to packed storage and back.
 
     Args:
         state: The state of a run.
@@ -93,7 +93,7 @@ def _spread(values: Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _topology(
     state: State, layer: Callable[[str, State], State], signs: Callable[[str, Tensor], Tensor], dtype: torch.dtype
 ) -> State:
-    """Bitmaps by `layer`; BSR-Net's signs, which are the memory of type `dtype`, by `signs`."""
+    """Convert the bitmaps by `layer`, and BSR-Net's signs, which are the memory of type `dtype`, by `signs`."""
     memory = {name: signs(name, kept) if kept.dtype == dtype else kept for name, kept in state["memory"].items()}
     return {
         **state,
@@ -105,7 +105,7 @@ def _topology(
 def _dense_tensors(
     tensors: Mapping[str, Tensor], shapes: Shapes, index: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Tensors with the dense weight instead of each vector, whose index is among the tensors or given."""
+    """Replace each packed vector by its dense weight. The indices are taken from `tensors` if `index` is `None`."""
     result = dict(tensors)
     for name, shape in shapes.items() if tensors else ():
         values = result.pop(_key(name, "values"))
@@ -128,7 +128,7 @@ def _vectors(
 def _converted(
     optimizer: Mapping[str, State], index: Mapping[str, Tensor], convert: Callable[[str, Tensor], Tensor]
 ) -> dict[str, State]:
-    """The optimizer's state with every tensor converted that holds one number for each weight."""
+    """Convert the tensors of an optimizer's state that hold one number for each weight."""
 
     def whole(name: str, value: Any) -> bool:
         return isinstance(value, Tensor) and (value.dim() > 1 or value.shape == (len(index[name]),))
@@ -145,7 +145,7 @@ def _ema(state: State, convert: Callable[[Mapping[str, Tensor]], dict[str, Tenso
 
 
 def _snapshot_index(state: State, shapes: Shapes) -> dict[str, Tensor]:
-    """Active indices of the snapshot: those of the active vector; without one, its nonzeros."""
+    """Active indices of the snapshot: those of the active vector, or the nonzero weights if there is no vector."""
     snapshot, vector = state["correction"]["snapshot"], state["correction"]["active_vector"]
     if not snapshot:
         return {}

@@ -1,4 +1,4 @@
-"""The loaders of a run."""
+"""The data loaders of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AnyLoader = Loader | FolderLoader
 
 
 def training_loader(recipe: Recipe, part: Images | Folder, device: torch.device, world: World) -> AnyLoader:
-    """The training images, shuffled and augmented in every epoch; this process's share of each batch."""
+    """Return a loader of this process's images of each training batch, shuffled and augmented in every epoch."""
     data = recipe.data
     common: dict[str, Any] = {
         "batch": data.batch,
@@ -32,9 +32,10 @@ def training_loader(recipe: Recipe, part: Images | Folder, device: torch.device,
 
 
 def scoring_loaders(recipe: Recipe, splits: Splits, device: torch.device, world: World) -> dict[str, AnyLoader]:
-    """The images of every split in order, without augmentation.
+    """Return a loader for each split, in order and without augmentation.
 
-    Process r of n has images r, r + n, r + 2n, ..., so that the shares of the first images are the first of each share.
+    Process r of n has the images r, r + n, r + 2n, ..., so that the first k images of the split are the first k/n of
+    each process.
     """
     data = recipe.data
     common: dict[str, Any] = {"batch": data.test_batch, "shuffle": False, "device": device}

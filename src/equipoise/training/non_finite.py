@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are NaN or infinite: found at no cost, and reported with their layer."""
+"""Find losses, gradients and weights that are NaN or infinite, and name their layer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,31 @@ ADVICE = "the last checkpoint is intact, lower the learning rate"
 
 
 def check_loss(loss: Tensor, model: nn.Module, images: Tensor, epoch: int, batch: int) -> None:
-    """Refuse a loss that is not finite, before its gradient is used. Epochs and batches are counted from 0.
+    """Raise an error if a loss is not finite, before its gradient is used.
 
-    Only then is the layer searched for: that of a weight that is not finite after the previous step, or the first one
-    whose output is not finite.
+    The error names the layer of a weight that is not finite after the previous step, or the first layer whose output
+    is not finite. A finite loss costs no search.
+
+    Args:
+        loss: The loss.
+        model: The model.
+        images: The images of the loss.
+        epoch: The epoch, from 0.
+        batch: The batch of the epoch, from 0.
+
+    Raises:
+        NonFiniteLoss: If the loss is not finite.
     """
     if math.isfinite(loss.item()):
         return
     check_weights(model, epoch, batch)
     layer = first_bad_output(model, images)
     at = f" (first in the output of {layer})" if layer else ""
-    raise NonFiniteLoss(f"the loss is not finite at {_place(epoch, batch + 1)}{at}; {ADVICE}")
+    raise NonFiniteLoss(f"the loss is not finite at {_batch(epoch, batch + 1)}{at}; {ADVICE}")
 
 
 def check_weights(model: nn.Module, epoch: int, steps: int) -> None:
-    """Refuse weights that are not finite after `steps` steps of an epoch: the last of them had a bad gradient."""
+    """Raise an error if weights are not finite after `steps` steps of an epoch: the last gradient was not finite."""
     named = plain_names(model)
     weights = [(named[id(p)], p.detach()) for p in model.parameters()]
     layer = _last_bad(weights)
@@ -46,15 +56,15 @@ def clip_gradients(
     batch: int,
     gradient_of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad,
 ) -> None:
-    """Scale the gradients down to a norm of at most `largest`; on a CPU refuse those that are not finite.
+    """Clip the gradients to a norm of at most `largest`. On a CPU, raise an error if they are not finite.
 
     Args:
-        optimizer: Its tensors have the gradients.
-        model: Its layers are named in the error.
+        optimizer: The optimizer of the tensors that have the gradients.
+        model: The model whose layers the error names.
         largest: Largest norm.
         epoch: The epoch, from 0.
         batch: The batch of the epoch, from 0.
-        gradient_of: The gradient of a parameter of the model.
+        gradient_of: Returns the gradient of a parameter of the model.
     """
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     try:
@@ -63,19 +73,19 @@ def clip_gradients(
         named = plain_names(model)
         found = [(named[id(p)], gradient_of(p)) for p in model.parameters() if p.requires_grad]
         layer = _last_bad([(name, gradient) for name, gradient in found if gradient is not None])
-        _refuse_gradient(layer or "the model", epoch, batch + 1)  # or each is finite and their norm is too large
+        _refuse_gradient(layer or "the model", epoch, batch + 1)  # no layer if only the norm overflows
 
 
 def _refuse_gradient(layer: str, epoch: int, number: int) -> NoReturn:
-    raise NonFiniteLoss(f"the gradient of {layer} is not finite at {_place(epoch, number)}; {ADVICE}")
+    raise NonFiniteLoss(f"the gradient of {layer} is not finite at {_batch(epoch, number)}; {ADVICE}")
 
 
-def _place(epoch: int, number: int) -> str:
+def _batch(epoch: int, number: int) -> str:
     return f"batch {number} of epoch {epoch + 1}"
 
 
 def _last_bad(tensors: list[tuple[str, Tensor]]) -> str | None:
-    """The bad one nearest to the loss: a backward pass carries it to all layers before."""
+    """The last tensor that is not finite: a backward pass spreads NaN to all earlier layers."""
     if not tensors:
         return None
     sound = torch.stack([tensor.isfinite().all() for _, tensor in tensors]).tolist()
@@ -85,7 +95,7 @@ def _last_bad(tensors: list[tuple[str, Tensor]]) -> str | None:
 
 @torch.no_grad()
 def first_bad_output(model: nn.Module, images: Tensor) -> str | None:
-    """The first layer whose output for these images is not finite."""
+    """Return the first layer whose output for these images is not finite; `None` if all are finite."""
     found: list[str] = []
 
     def look(name: str) -> Any:

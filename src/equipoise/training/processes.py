@@ -1,4 +1,4 @@
-"""The processes that torchrun has started, and the part of a run's state that differs between them."""
+"""The processes that torchrun starts, and the part of a run's state that differs between them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from equipoise.errors import UserError
 from equipoise.objectives.norm_ball import SharedGenerator
 from equipoise.world import ALONE, World
 
-OWN = ("meter", "random")  # differ between processes
-OWN_CORRECTION = ("mode", "loss_pairs")  # likewise, in the state of the correction
+# Keys whose values differ between processes, in the state of a run and in that of its correction
+OWN = ("meter", "random")
+OWN_CORRECTION = ("mode", "loss_pairs")
 
 
 @contextmanager
 def joined(device: str) -> Iterator[World]:
-    """Join the processes that torchrun has started, or this one alone, for the time of the block.
+    """Join the processes that torchrun has started, for the duration of the block; without torchrun, none.
 
     Args:
-        device: Device of the recipe. Processes on GPUs have one each and communicate over nccl, those on CPUs over
-            gloo.
+        device: Device of the recipe. Each process on GPUs uses a different GPU, and they communicate over nccl;
+            processes on CPUs communicate over gloo.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield ALONE
         return
-    place = own_device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    local = own_device(device)
+    if local.type == "cuda":
+        torch.cuda.set_device(local)
     store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-    # torchrun keeps the store over a restart: without a prefix it would hold the addresses of dead processes
+    # torchrun keeps the store across restarts: without a prefix, processes would read addresses of dead ones
     store = dist.PrefixStore(f"attempt {_attempt()}", store)  # type: ignore[attr-defined]
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
-    yield World(rank, size, place)
+    dist.init_process_group("nccl" if local.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    yield World(rank, size, local)
     dist.barrier()  # no process leaves while another still communicates
-    dist.destroy_process_group()  # not after an error: the others may wait for an answer, and torchrun ends them
+    dist.destroy_process_group()  # not after an error: it would wait for the others, which torchrun ends
 
 
 def restarted() -> bool:
@@ -53,12 +54,12 @@ def _attempt() -> str:
 
 
 def own_device(name: str) -> torch.device:
-    """The device of this process: a GPU that no other process uses, or the CPU."""
+    """Return the device of this process: a GPU that no other process uses, or the CPU."""
     if name not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device={name}: several processes take a GPU each; use device=auto, cuda or cpu")
+        raise UserError(f"device={name}: several processes use one GPU each; use device=auto, cuda or cpu")
     gpus = torch.cuda.device_count() if name != "cpu" else 0
     if not gpus and name == "cuda":
-        raise UserError("device=cuda, but torch finds no GPU here; use device=cpu")
+        raise UserError("device=cuda, but torch finds no GPU; use device=cpu")
     if not gpus:
         return torch.device("cpu")
     here, number = (int(os.environ.get(key, "0")) for key in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
@@ -70,11 +71,11 @@ def own_device(name: str) -> torch.device:
 
 
 def own_generator(world: World, device: torch.device, images: int) -> torch.Generator:
-    """A generator whose draws for a batch are this process's share of those that one process would make.
+    """Return a generator whose draws for a batch are those that a single process would make for the same images.
 
     Args:
         world: The processes.
-        device: The device of the generator.
+        device: Device of the generator.
         images: Number of images of the batch, over all processes.
     """
     if world.alone:
@@ -85,18 +86,22 @@ def own_generator(world: World, device: torch.device, images: int) -> torch.Gene
 
 
 def local_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a run's state that differs between processes."""
+    """Return the part of a run's state that differs between processes."""
     correction = state["correction"]
     own = {key: correction[key] for key in OWN_CORRECTION} | {key: state[key] for key in OWN}
     return dict(copy_state(own, torch.device("cpu")))
 
 
-def taken_up(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """A saved state as this process continues from it.
+def state_for_process(state: dict[str, Any], world: World) -> dict[str, Any]:
+    """Return the part of a saved state from which this process continues.
 
-    With as many processes as saved it, each takes its own part, and they continue bit for bit. With more or fewer,
-    every process takes the mean of the parts, whose mean over the new processes is the same, and the first process
-    takes the sums of the meters.
+    If the number of processes is that of the saved run, each takes its own part and the run is bit-identical. If it
+    differs, every process takes the mean of the parts, which leaves the mean over the processes unchanged, and the
+    first process takes the sums of the meters.
+
+    Args:
+        state: The saved state.
+        world: The processes of this run.
     """
     if world.alone and not state.get("others"):
         return state
@@ -110,7 +115,7 @@ def taken_up(state: dict[str, Any], world: World) -> dict[str, Any]:
 
 
 def _mean(values: list[Any]) -> Any:
-    """Nested containers with the mean of their floating-point tensors; everything else as in the first."""
+    """Average the floating-point tensors of nested containers; all other values are those of the first."""
     first = values[0]
     if isinstance(first, Tensor) and first.is_floating_point():
         return torch.stack(values).mean(0)
@@ -122,6 +127,6 @@ def _mean(values: list[Any]) -> Any:
 
 
 def _total(meters: list[dict[str, Any]], leads: bool) -> dict[str, Any]:
-    """The sums of loss, correct predictions and images on the first process; batches and first bad batch on all."""
+    """Sum loss, correct predictions and images, on the first process only; batches and first bad batch are on all."""
     sums = torch.stack([meter["sums"] for meter in meters])
     return {"sums": torch.cat([sums[:, :3].sum(0) * leads, sums[:, 3:].amin(0)])}

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RollbackOptions:
-    """What happens if a loss or gradient is not finite.
+    """Options for a loss or gradient that is not finite.
 
     Args:
-        times: How often a run may return to its last checkpoint; 0 stops it with an error instead.
-        factor: The learning rate is multiplied by it each time, for the rest of the run.
+        times: Number of times that a run may return to its last checkpoint; 0 stops the run with an error.
+        factor: Factor of the learning rate for the rest of the run, applied at each rollback.
     """
 
     times: int = 0
@@ -26,9 +26,9 @@ class RollbackOptions:
 
     def __post_init__(self) -> None:
         if self.times < 0:
-            raise UserError(f"times={self.times}: how often a run may roll back, 0 for never")
+            raise UserError(f"times={self.times}: the number of rollbacks must not be negative; 0 disables them")
         if not 0 < self.factor < 1:
-            raise UserError(f"factor={self.factor}: a factor of the learning rate between 0 and 1, such as 0.5")
+            raise UserError(f"factor={self.factor}: the learning-rate factor must be between 0 and 1, such as 0.5")
 
 
 def begin(trainer: Trainer) -> None:
@@ -42,7 +42,7 @@ def begin(trainer: Trainer) -> None:
 def roll_back(trainer: Trainer, error: NonFiniteLoss) -> None:
     """Restore the newest valid checkpoint, or raise `error` if the recipe does not allow it or there is none.
 
-    A run that is killed afterwards and resumed meets the same error at the same step, and rolls back as well.
+    A run that is killed after a rollback and resumed fails at the same step, and rolls back as well.
     """
     options, folder, done = trainer.recipe.rollback, trainer.folder, trainer.rollbacks
     state = folder.store.newest() if folder is not None and done < options.times else None

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how a run continues from it."""
+"""The state of a run in a checkpoint: collect and restore it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from equipoise.correction.snapshot import RandomState
 from equipoise.errors import UserError
 from equipoise.training.convert_storage import in_storage, plain_names
 from equipoise.training.optimizers import NamedState
-from equipoise.training.processes import local_part, taken_up
+from equipoise.training.processes import local_part, state_for_process
 
 if TYPE_CHECKING:
     from equipoise.training.trainer import Trainer
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
-    """Everything that a resumed run needs to end bit-identical to one that was not interrupted."""
+    """Return the state that a resumed run needs to end bit-identical to an uninterrupted one."""
     parts = trainer.parts
     state = {
         "kinds": trainer.recipe.kinds,
@@ -52,7 +52,11 @@ def _optimizer(trainer: Trainer) -> NamedState:
 
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
-    """Put a trainer where the state was saved; return the random state of the process at that point."""
+    """Restore the state of a trainer; return the random state of the process at that point.
+
+    Raises:
+        UserError: If the state does not fit the recipe.
+    """
     try:
         return _restore(trainer, state)
     except UserError:
@@ -68,7 +72,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
         if state["kinds"][part] != kind:
             raise UserError(f"the checkpoint is of the {part} {state['kinds'][part]}, the recipe has {kind}")
     topology = parts.topology
-    state = taken_up(state, trainer.world)
+    state = state_for_process(state, trainer.world)
     state = in_storage(state, topology.storage, {layer.name: tuple(layer.mask().shape) for layer in topology.layers})
     parts.model.load_state_dict(state["model"])
     _optimizer(trainer).load_state_dict(state["optimizer"])
@@ -76,7 +80,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
     parts.correction.load_state_dict(state["correction"])
     if parts.ema is not None:
         if state["ema"] is None:
-            raise UserError("the checkpoint has no weight average, which the recipe asks for")
+            raise UserError("the checkpoint has no weight average, but the recipe sets ema")
         parts.ema.load_state_dict(state["ema"])
     trainer.epoch, trainer.batch, trainer.images, parts.passes.attacks = state["position"]
     trainer.rollbacks = state.get("rollbacks", 0)

@@ -1,4 +1,4 @@
-"""Stopping by signal: after the first one the step ends and a checkpoint is written, the second exits at once."""
+"""Stop by signal: the first ends the step and writes a checkpoint, the second exits immediately."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def check() -> None:
 
 @contextmanager
 def stoppable(command: str) -> Iterator[None]:
-    """Handle SIGTERM and SIGINT during the block, which checks `requested` and raises `Stopped` when all is saved.
+    """Handle SIGTERM and SIGINT during the block, which checks `requested` and raises `Stopped` after saving.
 
     The process then prints one line and exits with the status that a shell gives to a process ended by a signal: 143
     for SIGTERM, 130 for Ctrl-C.
 
     Args:
-        command: The command that continues the work. The line names it.
+        command: The command that continues the work, for the printed line.
     """
-    if threading.current_thread() is not threading.main_thread():  # Python takes handlers in the main thread only
+    if threading.current_thread() is not threading.main_thread():  # Python accepts handlers only in the main thread
         yield
         return
     global _caught
@@ -73,7 +73,7 @@ def _handler() -> signal._HANDLER:
 
     def notice(number: int, _: FrameType | None) -> None:
         global _caught
-        if os.getpid() != owner:  # a forked process that reads images
+        if os.getpid() != owner:  # a forked process of a data loader
             if number == signal.SIGTERM:
                 os._exit(128 + number)
             return

@@ -1,4 +1,4 @@
-"""BatchNorm over the batch of all processes, on any device."""
+"""BatchNorm with the statistics of all processes, on any device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from equipoise.world import World
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """BatchNorm with the statistics of the whole batch, which is distributed over processes.
+    """BatchNorm with the statistics of the whole batch, over all processes.
 
-    torch's SyncBatchNorm runs on GPUs only. Parameters, buffers and their names are those of torch's BatchNorm, and
+    torch's SyncBatchNorm supports GPUs only. Parameters, buffers and their names are those of torch's BatchNorm, and
     the results equal those of one process that has the whole batch.
     """
 
@@ -81,7 +81,7 @@ class _Normalise(torch.autograd.Function):
         )
         count = counts.sum()
         mean = (means * counts).sum(0) / count
-        # the variance within each process, and that of their means
+        # variance within the processes plus variance of their means
         variance = (all_squares.sum(0) + ((means - mean).square() * counts).sum(0)) / count
         scale = (variance + eps).rsqrt()
         normal = (wide - _along(mean, x)) * _along(scale, x)
@@ -100,7 +100,7 @@ class _Normalise(torch.autograd.Function):
         sums = ctx.world.all_reduce(torch.stack([along_normal, total])) / count
         dx = wide - _along(sums[1], dy) - normal * _along(sums[0], dy)
         dx *= _along(scale if weight is None else scale * weight, dy)
-        # only of this process's images: the gradients of all parameters are averaged over the processes later
+        # not reduced here: the gradients of all parameters are averaged over the processes later
         dweight = None if weight is None else along_normal.to(weight.dtype)
         return dx.to(dy.dtype), dweight, total if ctx.has_bias else None, None, None
 

@@ -20,13 +20,13 @@ from deploy_helpers import random_network
 from equipoise import cli
 from equipoise.deploy.export import export
 from equipoise.errors import UserError
-from equipoise.kernels import library as kernels
+from equipoise.kernels import library
 from harness.commands import GUARD, in_time, run_command
 from harness.damage import Kind
 from study_helpers import write_study
 from train_helpers import tiny
 
-kernels.available()  # may call a compiler, which the guard would report
+library.available()  # may call a compiler, which the guard would report
 
 SUFFIXES = ("png", "jpeg", "gif", "bmp", "tiff", "ppm", "webp")
 

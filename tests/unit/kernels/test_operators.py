@@ -192,7 +192,7 @@ def test_a_diverged_activation_stays_visible(value: float) -> None:
     pooled = from_blocked(operators.max_pool(to_blocked(x), relu=True))
     assert torch.equal(pooled.isfinite(), F.max_pool2d(x.relu(), 2).isfinite())
     pattern = Pattern(ConvShape(1, 1), torch.zeros(1, dtype=torch.int64))
-    out = from_blocked(operators.conv(to_blocked(x), torch.ones(1), None, pattern, relu=True))
+    out = from_blocked(operators.conv(to_blocked(x), torch.ones(1), None, pattern))
     assert torch.equal(out.isfinite(), x.isfinite())
 
 

@@ -195,7 +195,7 @@ def test_a_weight_that_another_optimizer_moves_is_refused() -> None:
     model = perceptron()
     optimizer = torch.optim.Muon([model.first.weight])
     with pytest.raises(
-        UserError, match=r'the optimizer does not have "last.weight"; give it the weight or exclude it'
+        UserError, match=r'the optimizer does not have "last.weight"; pass it to the optimizer or exclude it'
     ):
         SET().attach(model, optimizer, total_steps=10)
     assert all(torch.count_nonzero(p) == p.numel() for p in model.parameters())  # nothing was changed

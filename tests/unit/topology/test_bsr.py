@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.topology import BSRNet, Topology
-from equipoise.topology.rewiring import NEWBORN, share_out
+from equipoise.topology.rewiring import NEWBORN, distribute
 from equipoise.training.optimizers import SGDW
 from topology_helpers import assert_sparse, perceptron, train
 
@@ -191,7 +191,7 @@ def test_noise_is_that_of_the_paper_on_active_weights_only() -> None:
 def shared_out(missing: int, sizes: list[int], active: list[int], seed: int = 0) -> Tensor:
     drawn = torch.randint(2**62, (64,), generator=torch.Generator().manual_seed(seed))
     room = torch.tensor(sizes) - torch.tensor(active)
-    return share_out(torch.tensor(missing), room, drawn, torch.tensor(sizes).cumsum(0))
+    return distribute(torch.tensor(missing), room, drawn, torch.tensor(sizes).cumsum(0))
 
 
 def test_missing_connections_pick_a_layer_in_proportion_to_its_size() -> None:
@@ -244,5 +244,5 @@ def test_wrong_options_are_refused() -> None:
     with pytest.raises(UserError, match="noise=-1"):
         BSRNet(noise=-1)
     model = perceptron()
-    with pytest.raises(UserError, match="known for vgg16"):
+    with pytest.raises(UserError, match="known only for vgg16"):
         BSRNet().attach(model, torch.optim.SGD(model.parameters(), lr=LR))

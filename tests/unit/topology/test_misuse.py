@@ -57,7 +57,9 @@ def test_a_second_topology_is_refused_and_changes_nothing(packed: bool) -> None:
     optimizer = sgd(model)
     topology = first.attach(model, optimizer, 20)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(UserError, match=r"already sparse by SET; call detach\(\)") as error:
+    with pytest.raises(
+        UserError, match=r"already belongs to a SET topology; call Topology\.of\(model\)\.detach\(\)"
+    ) as error:
         SET(sparsity=0.9, every=2, seed=1).attach(model, optimizer, 20)
     one_line(error)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -82,7 +84,7 @@ def test_copies_and_what_is_free_again_can_be_attached() -> None:
     twin = copy.deepcopy(model)  # the model alone: nothing is attached to it
     SET(sparsity=0.7, every=3).attach(twin, sgd(twin), 40)
     whole = copy.deepcopy((model, topology.optimizer, topology))
-    with pytest.raises(UserError, match="already sparse"):  # this one came with its topology
+    with pytest.raises(UserError, match="already belongs to"):  # this one came with its topology
         SET(every=3).attach(whole[0], whole[1], 40)
     whole[2].detach()
     SET(every=3).attach(whole[0], whole[1], 40)
@@ -157,7 +159,7 @@ def test_an_algorithm_of_another_density_is_refused(other: Algorithm, densities:
     with pytest.raises(UserError, match="packed for a density of") as error:
         other.attach(model, sgd(model), 30)
     told = one_line(error)
-    assert f"density of {densities[0]}, {type(other).__name__} is to have {densities[1]} (" in told
+    assert f"density of {densities[0]}, {type(other).__name__} needs {densities[1]} (" in told
 
 
 # Loading

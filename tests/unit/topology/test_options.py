@@ -36,7 +36,7 @@ def test_every_algorithm_takes_the_itop_schedule(name: str) -> None:
         (lambda: RigL(drop_end=-1), "drop_end=-1"),
         (lambda: RigL(every=0), "every=0"),
         (lambda: RigL(until=0), "begin < until"),
-        (lambda: RigL(step_at_update=WRONG), 'it is "take" or "skip"'),
+        (lambda: RigL(step_at_update=WRONG), 'expected "take" or "skip"'),
         (lambda: RigL(drop_decay=WRONG), "constant, linear, cosine"),
         (lambda: SET(criterion=WRONG), '"magnitude" or "signed"'),
         (lambda: SNFS(momentum=1.0), "momentum=1.0"),

@@ -296,7 +296,7 @@ def test_another_version_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(checkpoint, "VERSION", 7)
     save(tmp_path / "a", {})
     monkeypatch.undo()
-    with pytest.raises(UserError, match="is a checkpoint of version 7; this equipoise reads 1") as error:
+    with pytest.raises(UserError, match="is a checkpoint of version 7; this equipoise reads 2") as error:
         load(tmp_path / "a")
     assert not isinstance(error.value, DamagedCheckpoint)
 
