@@ -23,7 +23,7 @@ OWN_CORRECTION = ("mode", "loss_pairs")
 
 @contextmanager
 def joined(device: str) -> Iterator[World]:
-    """Join the processes that torchrun has started, for the duration of the block; without torchrun, none.
+    """Join the processes that torchrun has started, for the duration of the block; yield `ALONE` without them.
 
     Args:
         device: Device of the recipe. Each process on GPUs uses a different GPU, and they communicate over nccl;
