@@ -41,7 +41,7 @@ def joined(device: str) -> Iterator[World]:
     dist.init_process_group("nccl" if local.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
     yield World(rank, size, local)
     dist.barrier()  # no process leaves while another still communicates
-    dist.destroy_process_group()  # not after an error: it would wait for the others, which torchrun ends
+    dist.destroy_process_group()  # skipped after an error: the others may still wait, and torchrun ends them
 
 
 def restarted() -> bool:
