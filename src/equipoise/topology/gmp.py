@@ -18,7 +18,7 @@ from equipoise.topology.schedule import Window
 class GMP(Dynamic):
     """GMP (Zhu & Gupta 2017): prune the smallest weights on a cubic schedule.
 
-    The sparsity of every layer is s_t = s_f + (s_i - s_f)·(1 - progress)³, where the distribution gives s_f. The last
+    The sparsity of every layer is s_t = s_f + (s_i - s_f)·(1 - progress)³; the distribution gives s_f. The last
     update inside the window reaches the final counts exactly. By default training starts dense and prunes every 100
     steps until 75 % of training.
 

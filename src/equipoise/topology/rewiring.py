@@ -219,16 +219,16 @@ class MaskedRewiring(Rewiring):
             vector[start : start + layer.size].view(layer.activity.shape).copy_(layer.activity)
         return vector
 
-    def _grow(self, activity: Tensor, where: Tensor, wanted: Tensor) -> None:
-        """Activate the elements `where`; those that are not wanted point to the last element."""
+    def _grow(self, activity: Tensor, index: Tensor, wanted: Tensor) -> None:
+        """Activate the elements at `index`; indices that are not wanted point to the last element."""
         if self._flat is not None:
             weights = self._layers[0].masked.tensor.data
-            weights[where] = self._signs[where].to(weights.dtype) * NEWBORN
-            activity[where] = torch.where(wanted, ACTIVE, activity[where]).to(torch.int8)
+            weights[index] = self._signs[index].to(weights.dtype) * NEWBORN
+            activity[index] = torch.where(wanted, ACTIVE, activity[index]).to(torch.int8)
             for tensor in self._followers.of(self._layers[0].masked.tensor):
-                tensor.index_fill_(0, where, 0)
+                tensor.index_fill_(0, index, 0)
             return
-        newborn = torch.zeros_like(activity, dtype=torch.bool).index_fill_(0, where, True)
+        newborn = torch.zeros_like(activity, dtype=torch.bool).index_fill_(0, index, True)
         for layer, start in zip(self._layers, self._starts, strict=True):
             born = newborn[start : start + layer.size].view(layer.activity.shape)
             weight = layer.parameter.detach()

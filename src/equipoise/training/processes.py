@@ -23,7 +23,7 @@ OWN_CORRECTION = ("mode", "loss_pairs")
 
 @contextmanager
 def joined(device: str) -> Iterator[World]:
-    """Join the processes that torchrun has started, for the duration of the block; without torchrun, none.
+    """Join the processes that torchrun has started, for the duration of the block; yield `ALONE` without them.
 
     Args:
         device: Device of the recipe. Each process on GPUs uses a different GPU, and they communicate over nccl;
@@ -41,7 +41,7 @@ def joined(device: str) -> Iterator[World]:
     dist.init_process_group("nccl" if local.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
     yield World(rank, size, local)
     dist.barrier()  # no process leaves while another still communicates
-    dist.destroy_process_group()  # not after an error: it would wait for the others, which torchrun ends
+    dist.destroy_process_group()  # skipped after an error: the others may still wait, and torchrun ends them
 
 
 def restarted() -> bool:

@@ -144,7 +144,7 @@ def test_exploration_remembers_what_was_ever_active() -> None:
 
 
 def test_the_state_of_another_weight_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match=r'mask of "layer.weight" has shape \(4, 5\), the weight \(3, 4\)') as error:
+    with pytest.raises(UserError, match=r'"layer.weight" has shape \(4, 5\), the weight has \(3, 4\)') as error:
         make(3, 3, 4).check_state(make(5, 4, 5).state_dict())
     assert "\n" not in str(error.value)
 

@@ -143,7 +143,8 @@ def test_an_average_made_before_the_topology_is_the_same(name: str, packed: bool
 def test_an_average_that_does_not_follow_an_attached_topology_is_refused() -> None:
     net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4))
     average = EMA(net)
-    Static(sparsity=0.6).attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    topology = Static(sparsity=0.6).attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert topology.attached  # the reference keeps it from the garbage collector
     with pytest.raises(UserError, match=r"call ema\.follow"):
         average.update()
 

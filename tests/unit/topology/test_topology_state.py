@@ -88,7 +88,7 @@ def fewer_layers() -> Topology:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (lambda: other_model().state_dict(), 'the mask of "last.weight" has shape (6, 24), the weight (5, 24)'),
+        (lambda: other_model().state_dict(), 'the mask of "last.weight" has shape (6, 24), the weight has (5, 24)'),
         (lambda: fewer_layers().state_dict(), 'other sparse weights than the model, such as "last.weight"'),
         (lambda: make("set")[2].state_dict(), "the state is of SET, this topology is RigL"),
         (lambda: perceptron().state_dict(), 'not the state of a topology: it has no "algorithm"'),
