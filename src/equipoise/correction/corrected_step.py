@@ -41,6 +41,7 @@ class CorrectedStep:
     ) -> Tensor:
         """Run the step with weight w; return the loss, averaged over the processes."""
         runner, mode = self._runner, self._mode
+        mode.check(batch)
         random = mode.random() or RandomState(runner.device)
         old = mode.old(lambda: runner.old_gradient(loss_fn, batch, self._vector), index)
         random.restore()  # both passes draw the same dropout masks

@@ -132,10 +132,12 @@ class Correction:
 
         Raises:
             NonFiniteLoss: The loss of a batch is NaN or infinite.
+            UserError: With `replay`, a step since the last refresh had another batch on a GPU than expected.
         """
         estimator = self.estimator
         if not estimator.corrects:
             return
+        self.mode.verify()
         epoch = self.refreshes if epoch is None else epoch
         self.refreshes += 1
         self.steps_since_refresh = 0
@@ -203,6 +205,10 @@ class Correction:
                 gradients, unless a fused optimizer unscales them itself. MVR keeps one estimate per step, so it takes
                 no micro-batches and refuses a scale below 1.
             index: Which of the fixed batches this is (SAGA).
+
+        Raises:
+            UserError: With `replay`, the batch is not the one that `refresh` was given for this step. Values on a GPU
+                are compared without waiting for it: the next `refresh`, `report` or `state_dict` raises the error.
         """
         if scale < 1 and self.estimator.mode == "previous":
             raise UserError(f"scale={scale}: MVR needs the whole batch of a step at once, without micro-batches")
@@ -223,6 +229,7 @@ class Correction:
         """Return c, ĉ, the weight, the norm of the correction and the variance left since the last report."""
         if not self.estimator.corrects:
             return {}
+        self.mode.verify()
         found = {name: float(value) for name, value in self.coefficient.report().items()}
         if self.decision is not None:
             found |= self.decision.report()

@@ -42,6 +42,7 @@ class FullPass:
             if chosen is not None and number not in chosen:
                 continue
             random, arguments = RandomState(runner.device), as_tuple(batch)
+            self._mode.expect(arguments)
             compares = due(len(numbers), compared_fraction)
             if compares:
                 old = runner.old_loss(loss_fn, arguments)

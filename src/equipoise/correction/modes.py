@@ -10,6 +10,7 @@ from torch import Tensor
 
 from equipoise.correction.active_vector import ActiveVector
 from equipoise.correction.estimator import ModeName, TableType
+from equipoise.correction.fingerprint import Fingerprint
 from equipoise.correction.snapshot import RandomState, Snapshot
 from equipoise.correction.state import Stateful
 from equipoise.errors import UserError
@@ -47,6 +48,9 @@ class Mode(Stateful):
         self.vector = vector
         self.reset()
 
+    def expect(self, batch: tuple[Any, ...]) -> None:
+        """Note the next batch of the full pass, before it runs."""
+
     def record(self, gradient: Tensor, random: RandomState) -> None:
         """Record the next gradient of the full pass and the random state it was computed with."""
 
@@ -63,6 +67,12 @@ class Mode(Stateful):
     def random(self) -> RandomState | None:
         """Return the random state that the next step must use to share its dropout masks with g_old; None: any."""
         return None
+
+    def check(self, batch: tuple[Any, ...]) -> None:
+        """Compare the batch of the next step with the one that is expected."""
+
+    def verify(self) -> None:
+        """Raise UserError if an earlier step had another batch than expected; this waits for a GPU."""
 
     def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
         """Return the old gradient of the next step, with `run` if it needs a pass; None: it cannot be corrected."""
@@ -102,10 +112,15 @@ class Replay(Mode):
     full_pass = True
 
     def reset(self) -> None:
+        self.expected: list[Fingerprint] = []
+        self.differs = torch.tensor(False, device="cpu")  # whether a step had another batch than expected
         self.rows: list[Tensor] = []
         self.randoms: list[RandomState] = []
         self.mean: Tensor | None = None
         self.next = 0
+
+    def expect(self, batch: tuple[Any, ...]) -> None:
+        self.expected.append(Fingerprint.of(batch))
 
     def record(self, gradient: Tensor, random: RandomState) -> None:
         self.rows.append(gradient.to(self.dtype))
@@ -121,6 +136,21 @@ class Replay(Mode):
     def random(self) -> RandomState | None:
         return self.randoms[self.next] if self.next < len(self.randoms) else None
 
+    def check(self, batch: tuple[Any, ...]) -> None:
+        """Compare fingerprints. Those on a GPU are verified later, because the step would have to wait for it."""
+        if self.next < len(self.expected):
+            self.differs = self.differs | self.expected[self.next].differs(Fingerprint.of(batch))
+            if self.differs.is_cpu:
+                self.verify()
+
+    def verify(self) -> None:
+        if self.differs:
+            self.differs = torch.tensor(False, device="cpu")
+            raise UserError(
+                "replay got another batch in a step than in refresh; give refresh the coming batches in order "
+                '(seed the generator of the loader before both), or use mode="recompute" or mode="running"'
+            )
+
     def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
         if self.mean is None or self.next >= len(self.rows):
             raise UserError("replay has used all batches of the last refresh; call refresh with the coming batches")
@@ -131,14 +161,18 @@ class Replay(Mode):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows that later steps need; at the end of an epoch there are none."""
+        self.verify()
         left = slice(self.next, None)
         if not self.rows[left]:
-            return {"rows": [], "randoms": [], "mean": None}
+            return {"expected": [], "rows": [], "randoms": [], "mean": None}
         randoms = [random.state() for random in self.randoms[left]]
-        return {"rows": self.rows[left], "randoms": randoms, "mean": self.mean}
+        expected = [tuple(fingerprint) for fingerprint in self.expected[left]]
+        return {"expected": expected, "rows": self.rows[left], "randoms": randoms, "mean": self.mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows, self.mean, self.next = list(state["rows"]), state["mean"], 0
+        self.reset()
+        self.expected = [Fingerprint(structure, values) for structure, values in state["expected"]]
+        self.rows, self.mean = list(state["rows"]), state["mean"]
         if self.mean is not None:
             self.randoms = [RandomState.of(cpu, cuda, self.mean.device) for cpu, cuda in state["randoms"]]
 

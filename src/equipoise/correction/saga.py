@@ -25,5 +25,7 @@ class SAGA(Estimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.step_fraction != 1:
+            raise UserError("step_fraction must be 1 with SAGA, which has no extra passes that it could save")
         if isinstance(self.coefficient, Loss):
             raise UserError("coefficient=loss compares losses at old weights; SAGA takes fixed, gradient or linear")

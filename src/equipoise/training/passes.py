@@ -266,7 +266,8 @@ class RefreshBatches:
         attacked = self._passes.attacks_steps and not self._passes.full_pass_is_clean
         for i in range(self._count):
             epoch, batch = divmod(self._first + i, self._batches)
-            ref = BatchRef(epoch, batch, attacked, ("refresh", i))
+            # Without an attack the reference is that of the step: replay compares them.
+            ref = BatchRef(epoch, batch, attacked, ("refresh", i) if attacked else ())
             if attacked:
                 self._passes.prepare(ref)
             yield (ref,)

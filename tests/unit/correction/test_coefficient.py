@@ -232,6 +232,7 @@ def test_costs_are_those_of_the_passes() -> None:
         (Linear, {"start": float("nan")}),
         (MVR, {"mode": "running"}),
         (SAGA, {"mode": "recompute"}),
+        (SAGA, {"step_fraction": 0.5}),
         (MVR, {"when": "pays"}),
         (MVR, {"coefficient": "gradient"}),
         (SAGA, {"coefficient": "loss"}),

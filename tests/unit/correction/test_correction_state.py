@@ -125,7 +125,7 @@ def test_at_the_end_of_an_epoch_replay_stores_no_gradients() -> None:
     run.train(3)
     assert len(run.correction.state_dict()["mode"]["rows"]) == 2
     run.train(5)
-    assert run.correction.state_dict()["mode"] == {"rows": [], "randoms": [], "mean": None}
+    assert run.correction.state_dict()["mode"] == {"expected": [], "rows": [], "randoms": [], "mean": None}
 
 
 def test_a_state_may_be_loaded_twice() -> None:

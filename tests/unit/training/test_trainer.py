@@ -251,6 +251,15 @@ def test_replay_runs_every_batch_once_whatever_the_interval(every: int) -> None:
     assert made.parts.correction.refreshes == -(-steps // (every or BATCHES))
 
 
+def test_replay_refuses_a_step_of_another_batch() -> None:
+    step = trainer(correction={"name": "svrg", "mode": "replay"}, epochs=3).parts.step
+    step.refresh(0, 3 * BATCHES)
+    step(0, 0.1)
+    with pytest.raises(UserError, match="replay got another batch"):
+        step(2, 0.1)
+    step(1, 0.1)
+
+
 def test_batches_of_a_refresh_are_those_of_the_steps() -> None:
     made = trainer(correction="svrg", epochs=3)
     loader, passes = made.parts.train, made.parts.passes
