@@ -43,7 +43,7 @@ class SNFS(Dynamic):
         if scale is not None:  # the loss scale changes during training, the momentum must not
             gradient = gradient / scale.to(gradient)
         memory = torch.zeros_like(gradient) if layer.memory is None else layer.memory.to(gradient)
-        # The hooks of a fused optimizer also run on an overflow; an infinity would stay in the momentum.
+        # An infinity would stay in the momentum.
         layer.memory = memory.lerp_(gradient.nan_to_num(0, 0, 0), 1 - self.momentum)
 
     def growth_score(self, layer: SparseWeight, generator: torch.Generator) -> Tensor:
