@@ -18,7 +18,8 @@ class SNFS(Dynamic):
     """SNFS (Dettmers & Zettlemoyer 2019): drop the smallest weights, grow those with the largest momentum.
 
     The momentum m ← μ·m + (1-μ)·g of all weights is kept here and not read from the optimizer, so that any optimizer
-    works. It takes the memory of one dense copy. Counts per layer stay fixed: weights are not redistributed between
+    works. In a user's loop g is unscaled and clipped like `.grad`, unless a correction has changed `.grad`. The
+    momentum takes the memory of one dense copy. Counts per layer stay fixed: weights are not redistributed between
     layers. As in the paper, the drop fraction decays from 0.5 to 0 by cosine.
 
     Args:

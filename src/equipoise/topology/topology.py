@@ -210,8 +210,11 @@ class Topology:
         if self.attached:
             self.growth.all_reduce()
         if self.algorithm.dense_gradient == "always":
+            scale = loss_scale(self.optimizer)
+            if scale is None and self.attached:
+                scale = self.growth.scale()
             for layer in self.layers:
-                self.algorithm.observe(layer, loss_scale(self.optimizer))
+                self.algorithm.observe(layer, scale)
         if self.update_is_next and isinstance(self.algorithm, Dynamic) and self.algorithm.step_at_update == "skip":
             self._skipped.begin(self.optimizer)
 

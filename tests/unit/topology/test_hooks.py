@@ -161,6 +161,30 @@ def test_a_step_that_a_fused_optimizer_skips_itself_leaves_no_trace(algorithm: s
     assert_same_tensors(*models)
 
 
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_snfs_remembers_unscaled_gradients_while_the_loss_scale_changes(packed: bool, clipped: bool) -> None:
+    """The gradients of inactive weights are recorded before a GradScaler unscales those of active ones."""
+    memories = []
+    for scaled in (False, True):
+        chosen = SNFS(sparsity=0.7, every=3)
+        model: nn.Module = pack(perceptron(), chosen) if packed else perceptron()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        topology = chosen.attach(model, optimizer, 40)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1, enabled=scaled)  # it doubles
+        for step in range(10):
+            inputs, labels = batch(step)
+            scaler.scale(F.cross_entropy(model(inputs), labels)).backward()
+            if clipped:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        memories.append([layer.memory for layer in topology.layers])
+    torch.testing.assert_close(memories[0], memories[1])
+
+
 def test_an_overflow_that_a_fused_optimizer_handles_itself_does_not_stay() -> None:
     """It is given infinite gradients and a flag, and its hooks run: SNFS must not remember the infinity."""
     model = perceptron()
