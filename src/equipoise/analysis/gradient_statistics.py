@@ -219,7 +219,7 @@ def measure_against(
 
 def active_vector_of(model: nn.Module, topology: Topology | None = None) -> ActiveVector:
     """The active weights of all trainable parameters; the topology is by default the one attached to the model."""
-    topology = Topology.of(model) if topology is None else topology
+    topology = Topology.only(model, topology)
     parameters = _named_parameters(model, topology)
     if not parameters:
         raise UserError("the model has no trainable parameter whose gradient could be measured")

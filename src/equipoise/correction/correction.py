@@ -64,7 +64,7 @@ class Correction:
     ) -> None:
         self.estimator = estimator
         self.model = model
-        self.topology = Topology.of(model) if topology is None else topology
+        self.topology = Topology.only(model, topology)
         self.total_steps = total_steps
         self.seed = seed
         self.cost = estimator.cost if cost is None else cost

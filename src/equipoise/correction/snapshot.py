@@ -78,6 +78,8 @@ class Snapshot:
     def at(self) -> Iterator[None]:
         """Run the model with the tensors of the snapshot; restore the live tensors afterwards."""
         live = self._live()
+        if added := set(live) - set(self.tensors):
+            raise UserError(f'"{min(added)}" was added to the model after the snapshot; attach a new correction')
         own = {name: tensor.data for name, tensor in live.items()}
         try:
             _swap(live, self.tensors)

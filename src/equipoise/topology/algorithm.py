@@ -97,7 +97,8 @@ class Algorithm:
 
         Args:
             layer: The weight, with the gradient of all its indices.
-            scale: Loss scale that a fused optimizer has not yet divided the gradient by; `None` if there is none.
+            scale: Factor by which the gradient exceeds that of the optimizer, such as a loss scale; `None` if there is
+                none.
         """
 
 

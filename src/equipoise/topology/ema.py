@@ -66,7 +66,7 @@ class EMA:
             else flat.view(p, self._average(flat.stretch_of(p)))
             for name, p in self.parameters.items()
         }
-        found = Topology.of(model) if topology is None else topology
+        found = Topology.only(model, topology)
         if found is not None:
             self.follow(found)
 
@@ -93,7 +93,7 @@ class EMA:
 
     def update(self) -> None:
         """Update the average with the current weights, after an optimizer step."""
-        if self.topology is not Topology.of(self._model) is not None:
+        if self.topology is not Topology.only(self._model) is not None:
             raise UserError("a topology was attached after the EMA was created; call ema.follow(topology)")
         self.begin_step(self.steps)
         self.blend()
@@ -150,6 +150,8 @@ def blend(average: Tensor, weights: Tensor, rate: Tensor, activity: Tensor | Non
 def weights_of(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Run the model with other weights; the original weights are restored afterwards."""
     original = {name: p.data for name, p in model.named_parameters()}
+    if added := set(original) - set(values):
+        raise UserError(f'"{min(added)}" was added to the model after its average was created; create a new average')
     try:
         for name, p in model.named_parameters():
             p.data = values[name]

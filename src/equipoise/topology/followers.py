@@ -22,8 +22,8 @@ class Followers:
     def __init__(self) -> None:
         self._members: weakref.WeakSet[Follower] = weakref.WeakSet()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Followers:
-        return Followers()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Followers, ()
 
     def add(self, follower: Follower) -> None:
         """Add a follower."""

@@ -12,6 +12,8 @@ from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm
 from equipoise.world import World
 
+TOLERANCE = 1e-3  # relative difference of gradients that are equal except for rounding
+
 
 class GrowthGradients:
     """Records the gradients of all weights, active or not, during steps whose growth needs them.
@@ -62,6 +64,22 @@ class GrowthGradients:
             if layer.growth is not None and id(layer.parameter) in parts:
                 layer.growth = layer.growth + parts[id(layer.parameter)]
 
+    def scale(self) -> Tensor | None:
+        """Norm of the recorded gradients at active weights over that of `.grad`, which was unscaled or clipped since.
+
+        It is 1 if `.grad` is not a multiple of what was recorded, such as after a correction.
+        """
+        layers = [layer for layer in self._layers if layer.growth is not None and layer.parameter.grad is not None]
+        if not layers:
+            return None
+        recorded = [_active_growth(layer) for layer in layers]
+        applied = [layer.parameter.grad.reshape(-1) for layer in layers if layer.parameter.grad is not None]
+        norm = _norm(recorded)
+        ratio = norm / _norm(applied)
+        rest = _norm([r - ratio.to(r) * a for r, a in zip(recorded, applied, strict=True)])
+        is_multiple = rest < TOLERANCE * norm
+        return torch.where(is_multiple & ((ratio - 1).abs() > TOLERANCE), ratio, 1.0)
+
     def local(self) -> list[Tensor]:
         """What this process has recorded and must be averaged: one tensor for each weight, and which of them exist.
 
@@ -85,3 +103,17 @@ class GrowthGradients:
         """Average what was recorded over the processes."""
         if local := self.local():
             self.set(self._world.all_reduce_mean(local))
+
+
+def _active_growth(layer: SparseWeight) -> Tensor:
+    """The recorded gradient in the layout of the parameter, zero at inactive weights."""
+    assert layer.growth is not None
+    flat = layer.growth.reshape(-1)
+    if layer.index is not None:
+        return flat[layer.index.long()]
+    return flat.masked_fill(~layer.mask().reshape(-1), 0)
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    norms = [tensor.norm() for tensor in tensors]
+    return torch.stack([norm.to(norms[0]) for norm in norms]).norm()

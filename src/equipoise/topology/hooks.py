@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from equipoise.storage.masked import MaskedWeight
+from equipoise.topology.optimizer_state import overflowed
 
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 class Hooks:
     """Calls a topology after backward passes, before and after optimizer steps. Nothing is patched.
+
+    A step that a GradScaler skips is not counted. It calls a fused optimizer nevertheless, which then changes nothing.
 
     Args:
         topology: The topology; its optimizer and its weights get the hooks.
@@ -46,6 +49,8 @@ class Hooks:
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Prepare the gradients, or wrap the closure so that each of its calls ends with this preparation."""
+        if overflowed(self._topology.optimizer):
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._topology.before_step()
@@ -59,8 +64,9 @@ class Hooks:
         return loss
 
     def _after_step(self, *_: Any) -> None:
-        self._topology.after_step()
-        self._topology.count_step()
+        if not overflowed(self._topology.optimizer):
+            self._topology.after_step()
+            self._topology.count_step()
 
 
 @torch.no_grad()

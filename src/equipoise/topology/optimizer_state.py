@@ -34,6 +34,12 @@ def loss_scale(optimizer: torch.optim.Optimizer) -> Tensor | None:
     return getattr(optimizer, "grad_scale", None)
 
 
+def overflowed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler has told a fused optimizer, for the time of its step, to change nothing."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
 class SkippedStep:
     """Sets gradients aside: every optimizer leaves a parameter without gradient alone, its momentum and decay too."""
 

@@ -18,7 +18,8 @@ class SNFS(Dynamic):
     """SNFS (Dettmers & Zettlemoyer 2019): drop the smallest weights, grow those with the largest momentum.
 
     The momentum m ← μ·m + (1-μ)·g of all weights is kept here and not read from the optimizer, so that any optimizer
-    works. It takes the memory of one dense copy. Counts per layer stay fixed: weights are not redistributed between
+    works. In a user's loop g is unscaled and clipped like `.grad`, unless a correction has changed `.grad`. The
+    momentum takes the memory of one dense copy. Counts per layer stay fixed: weights are not redistributed between
     layers. As in the paper, the drop fraction decays from 0.5 to 0 by cosine.
 
     Args:
@@ -43,7 +44,7 @@ class SNFS(Dynamic):
         if scale is not None:  # the loss scale changes during training, the momentum must not
             gradient = gradient / scale.to(gradient)
         memory = torch.zeros_like(gradient) if layer.memory is None else layer.memory.to(gradient)
-        # The hooks of a fused optimizer also run on an overflow; an infinity would stay in the momentum.
+        # An infinity would stay in the momentum.
         layer.memory = memory.lerp_(gradient.nan_to_num(0, 0, 0), 1 - self.momentum)
 
     def growth_score(self, layer: SparseWeight, generator: torch.Generator) -> Tensor:

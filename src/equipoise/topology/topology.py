@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,7 +92,27 @@ class Topology:
     @staticmethod
     def of(model: nn.Module) -> Topology | None:
         """The topology that is attached to a model; `None` if there is none."""
-        return next((_OWNERS[p]() for p in model.parameters() if p in _OWNERS), None)
+        return next(_owners(model), None)
+
+    @staticmethod
+    def only(model: nn.Module, topology: Topology | None = None) -> Topology | None:
+        """The one topology of a model, for work that cannot follow several.
+
+        Args:
+            model: The model.
+            topology: The topology if it is known; by default the one that is attached.
+
+        Raises:
+            UserError: Another topology is attached to weights of the model.
+        """
+        found = Topology.of(model) if topology is None else topology
+        for other in _owners(model):
+            if other is not found:
+                raise UserError(
+                    f'"{other.layers[0].name}" belongs to another topology of the model; averages, corrections and '
+                    "measurements follow one topology: attach one to all weights, with one optimizer"
+                )
+        return found
 
     @property
     def masks(self) -> dict[str, Tensor]:
@@ -190,8 +210,11 @@ class Topology:
         if self.attached:
             self.growth.all_reduce()
         if self.algorithm.dense_gradient == "always":
+            scale = loss_scale(self.optimizer)
+            if scale is None and self.attached:
+                scale = self.growth.scale()
             for layer in self.layers:
-                self.algorithm.observe(layer, loss_scale(self.optimizer))
+                self.algorithm.observe(layer, scale)
         if self.update_is_next and isinstance(self.algorithm, Dynamic) and self.algorithm.step_at_update == "skip":
             self._skipped.begin(self.optimizer)
 
@@ -302,24 +325,36 @@ class Topology:
         else:
             layer.memory = None if memory is None else memory.to(layer.parameter.device, copy=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
-        """Return a copy that works on the copied model and optimizer if the three are copied together.
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {key: value for key, value in self.__dict__.items() if key != "_hooks"}
+        return {**kept, "attached": self.attached, "recorded": [layer.growth for layer in self.layers]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a copy that works on the copied model and optimizer if the three are copied or pickled together.
 
         Optimizers and parameters lose their hooks when copied, so the copy installs its own.
         """
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        kept = {key: value for key, value in self.__dict__.items() if key != "_hooks"}
-        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in kept.items()})
-        new._hooks = None
-        new._begin_step()  # generators, and the probes of packed layers, are not copied
-        if self.attached:
-            for layer, own in zip(self.layers, new.layers, strict=True):
-                _OWNERS[own.parameter] = weakref.ref(new)
-                if layer.growth is not None:
-                    own.growth = layer.growth.clone()
-            new._hooks = Hooks(new)
-        return new
+        attached, recorded = state.pop("attached"), state.pop("recorded")
+        self.__dict__.update(state)
+        self._hooks = None
+        self._begin_step()  # generators, and the probes of packed layers, are not copied
+        if attached:
+            for layer, growth in zip(self.layers, recorded, strict=True):
+                _OWNERS[layer.parameter] = weakref.ref(self)
+                if growth is not None:
+                    layer.growth = growth
+            self._hooks = Hooks(self)
+
+    def __copy__(self) -> Topology:
+        raise UserError(
+            "two topologies cannot have the same weights; use copy.deepcopy((model, optimizer, topology))"
+        )
+
+
+def _owners(model: nn.Module) -> Iterator[Topology]:
+    """The topologies of the weights of a model."""
+    found = (_OWNERS[p]() for p in model.parameters() if p in _OWNERS)
+    return (topology for topology in found if topology is not None)
 
 
 def _sparse_weights(

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from equipoise.topology import SNFS, RigL, Topology
+from equipoise.sparse import pack
+from equipoise.topology import ALGORITHMS, SNFS, RigL, Topology
 from topology_helpers import (
     SPARSE,
     Made,
@@ -132,6 +133,56 @@ def test_gradients_that_a_fused_optimizer_unscales_make_no_difference(algorithm:
         masks.append(topology.masks)
     for name, mask in masks[0].items():
         assert torch.equal(mask, masks[1][name])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("algorithm", ["rigl", "set", "snfs", "bsr-net"])
+def test_a_step_that_a_fused_optimizer_skips_itself_leaves_no_trace(algorithm: str, packed: bool) -> None:
+    """A GradScaler calls it with infinite gradients and a flag: as if those batches had never been."""
+    models, topologies = [], []
+    for overflow in (False, True):
+        options = {"distribution": "erk"} if algorithm == "bsr-net" else {"every": 3}
+        chosen = ALGORITHMS[algorithm](sparsity=0.7, **options)
+        model: nn.Module = pack(perceptron(), chosen) if packed else perceptron()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+        topology = chosen.attach(model, optimizer, 40)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(8):
+            for poison in (torch.inf, 1.0) if overflow else (1.0,):
+                inputs, labels = batch(step)
+                scaler.scale(F.cross_entropy(model(inputs), labels) * poison).backward()
+                scaler.step(optimizer)
+                scaler.update(2.0**10)
+                optimizer.zero_grad()
+        models.append(model)
+        topologies.append(topology)
+    assert [topology.steps for topology in topologies] == [8, 8]
+    assert topologies[0].updates == topologies[1].updates > 0
+    assert_same_tensors(*models)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_snfs_remembers_unscaled_gradients_while_the_loss_scale_changes(packed: bool, clipped: bool) -> None:
+    """The gradients of inactive weights are recorded before a GradScaler unscales those of active ones."""
+    memories = []
+    for scaled in (False, True):
+        chosen = SNFS(sparsity=0.7, every=3)
+        model: nn.Module = pack(perceptron(), chosen) if packed else perceptron()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        topology = chosen.attach(model, optimizer, 40)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1, enabled=scaled)  # it doubles
+        for step in range(10):
+            inputs, labels = batch(step)
+            scaler.scale(F.cross_entropy(model(inputs), labels)).backward()
+            if clipped:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        memories.append([layer.memory for layer in topology.layers])
+    torch.testing.assert_close(memories[0], memories[1])
 
 
 def test_an_overflow_that_a_fused_optimizer_handles_itself_does_not_stay() -> None:

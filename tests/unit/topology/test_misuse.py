@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import equipoise as eq
+from equipoise.analysis.gradient_statistics import active_vector_of
 from equipoise.errors import UserError
 from equipoise.models import MODELS
 from equipoise.sparse import pack
 from equipoise.topology import GMP, MEST, SET, SNFS, Algorithm, BSRNet, GraNet, RigL, Static, Topology
 from equipoise.topology.selection import select
-from topology_helpers import Made, assert_sparse, attach, make, perceptron, train
+from topology_helpers import SPARSE, Made, assert_sparse, attach, batch, make, perceptron, train
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -77,6 +78,96 @@ def test_two_topologies_share_a_model_that_neither_has_whole() -> None:
     assert [list(topology.masks) for topology in topologies] == [["first.weight"], ["last.weight"]]
     for topology in topologies:
         assert_sparse(topology)
+
+
+def test_what_follows_one_topology_refuses_two() -> None:
+    """Muon for the matrices and AdamW for the rest is the usual reason."""
+    model = perceptron()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.first, model.last)]
+    first = Static(sparsity=0.5, exclude="last").attach(model, optimizers[0])
+    eq.EMA(model).update()
+    eq.SVRG().attach(model)
+    early = eq.EMA(model)
+    second = Static(sparsity=0.9, exclude="first").attach(model, optimizers[1])
+    for refused in (
+        early.update,
+        lambda: eq.EMA(model, topology=first),
+        lambda: eq.SVRG().attach(model),
+        lambda: eq.SVRG().attach(model, first),
+        lambda: active_vector_of(model),
+    ):
+        with pytest.raises(UserError, match=r'^"last\.weight" belongs to another topology of the model') as error:
+            refused()
+        one_line(error)
+    with pytest.raises(UserError, match=r'^"first\.weight" belongs to another topology'):
+        eq.SVRG().attach(model, second)
+    second.detach()
+    assert eq.SVRG().attach(model).topology is first
+
+
+# Parameters that are added later
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron()
+        self.extra = nn.Sequential()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.extra(self.body(inputs))
+
+
+@pytest.mark.parametrize("algorithm", SPARSE)
+def test_parameters_may_be_added_after_attaching(algorithm: str) -> None:
+    model = Growing()
+    optimizer = sgd(model)
+    topology = attach(algorithm, model, optimizer, 20, sparsity=0.7)
+    train(model, optimizer, range(2))
+    model.extra.append(nn.Linear(5, 5))
+    optimizer.add_param_group({"params": list(model.extra.parameters()), "lr": 0.01})
+    before = copy.deepcopy(model.extra.state_dict())
+    train(model, optimizer, range(2, 8))
+    assert topology.steps == 8
+    assert_sparse(topology)
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in model.extra.state_dict().items())
+
+
+@pytest.mark.parametrize("estimator", [eq.SVRG(), eq.MVR()])
+def test_averages_and_corrections_name_a_parameter_that_was_added(estimator: Any) -> None:
+    model = Growing()
+    optimizer = sgd(model)
+    topology = SET(sparsity=0.7, every=3).attach(model, optimizer, 20)
+    correction, average = estimator.attach(model, topology), eq.EMA(model)
+    batches = [batch(step) for step in range(3)]
+
+    def loss_fn(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(inputs), labels)
+
+    correction.refresh(batches, loss_fn)
+    correction.backward(loss_fn, *batches[0])
+    optimizer.step()
+    model.extra.append(nn.Linear(5, 5))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UserError, match=r'^"extra\.0\.bias" was added .* attach a new correction$') as error:
+        correction.backward(loss_fn, *batches[1])
+    one_line(error)
+    with (
+        pytest.raises(UserError, match=r'^"extra\.0\.bias" was added .* create a new average$') as error,
+        average.applied(),
+    ):
+        pass
+    one_line(error)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    correction = estimator.attach(model, topology)
+    correction.refresh(batches, loss_fn)
+    correction.backward(loss_fn, *batches[1])
+    correction.backward(loss_fn, *batches[2])
+    with eq.EMA(model).applied():
+        model(batches[0][0])
+
+
+# What is free again
 
 
 def test_copies_and_what_is_free_again_can_be_attached() -> None:

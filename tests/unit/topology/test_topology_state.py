@@ -6,13 +6,16 @@ import copy
 import io
 import itertools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from equipoise.errors import UserError
-from equipoise.topology import SET, RigL, Static, Topology
+from equipoise.sparse import pack
+from equipoise.topology import ALGORITHMS, SET, RigL, Static, Topology
+from equipoise.topology.ema import EMA
 from topology_helpers import SPARSE, Made, assert_same_tensors, assert_sparse, attach, backward, perceptron, train
 
 
@@ -109,20 +112,51 @@ def test_a_wrong_state_is_refused_in_one_line_and_changes_nothing(state: Any, me
     assert (after["steps"], after["updates"]) == (4, 1)
 
 
+def pickled(objects: Any) -> Any:
+    return pickle.loads(pickle.dumps(objects))
+
+
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("algorithm", SPARSE)
-def test_model_optimizer_and_topology_copied_together_go_on_alike(algorithm: str, order: tuple[int, ...]) -> None:
+def test_model_optimizer_and_topology_copied_together_go_on_alike(
+    algorithm: str, order: tuple[int, ...], copied_by: Callable[[Any], Any]
+) -> None:
     original = make(algorithm)
     train(original[0], original[1], range(4))
-    copies = dict(zip(order, copy.deepcopy([original[i] for i in order]), strict=True))
+    copies = dict(zip(order, copied_by([original[i] for i in order]), strict=True))
     copied: Any = tuple(copies[i] for i in range(3))
     assert_same(original, copied)
+    assert Topology.of(copied[0]) is copied[2]
     assert {id(layer.parameter) for layer in copied[2].layers} <= {id(p) for p in copied[0].parameters()}
     train(copied[0], copied[1], range(4, 10))
     assert_sparse(copied[2])
     assert original[2].steps == 4  # the original took no part
     train(original[0], original[1], range(4, 10))
     assert_same(original, copied)
+
+
+@pytest.mark.parametrize("algorithm", ["rigl", "snfs"])
+def test_a_pickled_packed_model_goes_on_alike_with_its_topology_and_average(algorithm: str) -> None:
+    chosen = ALGORITHMS[algorithm](sparsity=0.7, every=3)
+    model = pack(perceptron(), chosen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    topology = chosen.attach(model, optimizer, 40)
+    original = model, optimizer, topology, EMA(model)
+    train(model, optimizer, range(4))
+    copied = pickled(original)
+    for first, second, _, average in (original, copied):
+        train(first, second, range(4, 10))
+        average.update()
+    assert_same_tensors(model, copied[0])
+    assert copied[2].updates == topology.updates == 3
+    for name, value in original[3].values.items():
+        assert torch.equal(value, copied[3].values[name])
+
+
+def test_a_shallow_copy_is_refused() -> None:
+    with pytest.raises(UserError, match="two topologies cannot have the same weights"):
+        copy.copy(make("set")[2])
 
 
 @pytest.mark.parametrize("algorithm", ["static", "rigl", "snfs"])
