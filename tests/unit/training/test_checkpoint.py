@@ -226,7 +226,7 @@ def test_any_changed_byte_is_detected_or_harmless(
 
 
 @pytest.mark.parametrize(
-    ("was", "now"), [(b'"F32"', b'"I32"'), (b"[2,3]", b"[3,2]"), (b'"/x"', b'"/z"'), (b"x", b"z"), (b'"1"', b'"2"')]
+    ("was", "now"), [(b'"F32"', b'"I32"'), (b"[2,3]", b"[3,2]"), (b'"/x"', b'"/z"'), (b"x", b"z"), (b'"2"', b'"3"')]
 )
 def test_a_tensor_under_another_type_shape_or_name_is_detected(tmp_path: Path, was: bytes, now: bytes) -> None:
     """The bytes of the tensor are intact, but would be read as something else."""
@@ -373,3 +373,19 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path: Path)
     store = Store(tmp_path)
     store.save(2, {"step": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000002.safetensors"]
+
+
+def test_the_best_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: Any) -> None:
+        (store.folder / ".best.tmp").symlink_to(tmp_path / "outside")  # at this very moment
+        raise OSError(1, "Operation not permitted")
+
+    (tmp_path / "outside").write_text("precious")
+    store = Store(tmp_path / "checkpoints")
+    store.folder.mkdir()
+    (store.folder / "best.safetensors").symlink_to(tmp_path / "outside")
+    monkeypatch.setattr("os.link", no_links)
+    store.save(1, {"step": 1}, best=True)
+    assert (tmp_path / "outside").read_text() == "precious"
+    assert sorted(p.name for p in store.folder.iterdir()) == ["best.safetensors", "step-000000001.safetensors"]
+    assert load(store.folder / "best.safetensors") == {"step": 1}
