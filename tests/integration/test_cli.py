@@ -229,6 +229,15 @@ def test_a_run_that_another_process_trains_is_not_resumed(run: Run, recipe: str,
     assert everything(tmp_path / "here") == before
 
 
+def test_a_run_is_not_resumed_with_another_seed(run: Run, recipe: str, tmp_path: Path) -> None:
+    run("train", recipe, "epochs=1", "--out", "here")
+    saved = tmp_path / "here" / "recipe.yaml"
+    saved.write_text(saved.read_text() + "seed: 5\n")
+    before = everything(tmp_path / "here")
+    assert_refused(run("resume", "here"), "seed was 0 and is now 5; restore it, or train a new run")
+    assert everything(tmp_path / "here") == before
+
+
 def test_a_run_that_was_killed_before_its_result_gets_one(run: Run, recipe: str, tmp_path: Path) -> None:
     run("train", recipe, "epochs=1", "--out", "here")
     result = tmp_path / "here" / "result.json"
@@ -325,9 +334,9 @@ def test_runs_that_cannot_be_scored(run: Run, recipe: str, tmp_path: Path) -> No
     run("train", recipe, "epochs=1", "--out", "here")
     assert_refused(run("eval", "here", "--split", "validation"), 'no split is called "validation"')
     (tmp_path / "here" / "recipe.yaml").write_text(yaml.safe_dump(tiny(model={"name": "mlp", "hidden": 17})))
-    assert_refused(run("eval", "here"), "the checkpoint does not fit the recipe")
+    assert_refused(run("eval", "here"), "the checkpoint does not fit the recipe: model.hidden was 16 and is now 17")
     (tmp_path / "here" / "recipe.yaml").write_text(yaml.safe_dump(tiny(optimizer="adam")))
-    assert_refused(run("resume", "here"), "the checkpoint is of the optimizer SGDOptions, the recipe has AdamOptions")
+    assert_refused(run("resume", "here"), "optimizer was SGDOptions and is now AdamOptions")
     (tmp_path / "here" / "recipe.yaml").write_text("epochs: [")
     for command in ("eval", "resume"):
         assert_refused(run(command, "here"), "not valid YAML")
