@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 
 from cli_helpers import Run, assert_refused, everything
 from equipoise import cli
-from equipoise.training import RunFolder
+from equipoise.training import RunFolder, Trainer
 from train_helpers import assert_same_runs, held_by_another_process, tiny
 
 # Commands
@@ -61,6 +62,28 @@ def test_runs_get_folders_of_their_own(run: Run, recipe: str, tmp_path: Path) ->
         assert run("train", recipe, "epochs=1", "seed=4").status == 0
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["tiny-seed4", "tiny-seed4-2"]
     assert_same_runs(tmp_path / "runs" / "tiny-seed4", tmp_path / "runs" / "tiny-seed4-2")
+
+
+def test_runs_started_at_the_same_time_get_different_folders(
+    run: Run, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Trainer.__init__
+
+    def late(self: Trainer, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        for path in ("runs/tiny-seed0", "here"):  # another process is faster
+            if not (tmp_path / path).exists():
+                RunFolder.create(tmp_path / path, {"epochs": 7})
+
+    monkeypatch.setattr(Trainer, "__init__", late)
+    outcome = run("train", recipe, "epochs=1")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out.endswith("runs/tiny-seed0-2\n")
+    assert RunFolder.open(tmp_path / "runs/tiny-seed0").recipe() == {"epochs": 7}
+    assert RunFolder.open(tmp_path / "runs/tiny-seed0-2").has_result
+    shutil.rmtree(tmp_path / "here")
+    assert_refused(run("train", recipe, "epochs=1", "--out", "here"), "here exists and is not empty")
+    assert RunFolder.open(tmp_path / "here").recipe() == {"epochs": 7}
 
 
 def test_a_correction_says_what_it_costs(run: Run, recipe: str) -> None:
@@ -206,6 +229,15 @@ def test_a_run_that_another_process_trains_is_not_resumed(run: Run, recipe: str,
     assert everything(tmp_path / "here") == before
 
 
+def test_a_run_is_not_resumed_with_another_seed(run: Run, recipe: str, tmp_path: Path) -> None:
+    run("train", recipe, "epochs=1", "--out", "here")
+    saved = tmp_path / "here" / "recipe.yaml"
+    saved.write_text(saved.read_text() + "seed: 5\n")
+    before = everything(tmp_path / "here")
+    assert_refused(run("resume", "here"), "seed was 0 and is now 5; restore it, or train a new run")
+    assert everything(tmp_path / "here") == before
+
+
 def test_a_run_that_was_killed_before_its_result_gets_one(run: Run, recipe: str, tmp_path: Path) -> None:
     run("train", recipe, "epochs=1", "--out", "here")
     result = tmp_path / "here" / "result.json"
@@ -302,9 +334,9 @@ def test_runs_that_cannot_be_scored(run: Run, recipe: str, tmp_path: Path) -> No
     run("train", recipe, "epochs=1", "--out", "here")
     assert_refused(run("eval", "here", "--split", "validation"), 'no split is called "validation"')
     (tmp_path / "here" / "recipe.yaml").write_text(yaml.safe_dump(tiny(model={"name": "mlp", "hidden": 17})))
-    assert_refused(run("eval", "here"), "the checkpoint does not fit the recipe")
+    assert_refused(run("eval", "here"), "the checkpoint does not fit the recipe: model.hidden was 16 and is now 17")
     (tmp_path / "here" / "recipe.yaml").write_text(yaml.safe_dump(tiny(optimizer="adam")))
-    assert_refused(run("resume", "here"), "the checkpoint is of the optimizer SGDOptions, the recipe has AdamOptions")
+    assert_refused(run("resume", "here"), "optimizer was SGDOptions and is now AdamOptions")
     (tmp_path / "here" / "recipe.yaml").write_text("epochs: [")
     for command in ("eval", "resume"):
         assert_refused(run(command, "here"), "not valid YAML")

@@ -85,7 +85,7 @@ def _weights_at(trainer: Trainer, run: Path, name: str) -> dict[str, Tensor]:
     inside = run / "checkpoints" / f"{name.removesuffix('.safetensors')}.safetensors"
     other = checkpoint.load(inside if inside.is_file() else Path(name))
     current = copy.deepcopy(trainer.state_dict())
-    trainer.load_state_dict(other)
+    trainer.load_state_dict({**other, "fingerprint": current["fingerprint"]})  # may be a run of another seed
     weights = copy.deepcopy(trainer.parts.model.state_dict())
     trainer.load_state_dict(current)
     return weights

@@ -36,6 +36,7 @@ def train(
     """
     from equipoise.training import RunFolder, Trainer, apply_overrides, make_recipe, read_recipe
     from equipoise.training.processes import joined, restarted
+    from equipoise.training.run_folder import FolderTaken
 
     if restarted() and out is not None and (out / "recipe.yaml").is_file():
         resume(out, tensorboard, measure)
@@ -44,11 +45,17 @@ def train(
     raw = read_recipe(recipe, *[word for word in words if "=" not in word])
     made = make_recipe(apply_overrides(raw, [word for word in words if "=" in word]))
     with joined(made.device) as world:
-        path = new_folder(out, f"{Path(recipe).stem}-seed{made.seed}") if world.leads else Path()
+        name = f"{Path(recipe).stem}-seed{made.seed}"
+        path = new_folder(out, name) if world.leads else Path()
         trainer = Trainer(made, world=world)
         _watch(trainer, path, tensorboard, measure, profile)
         # Last, so that wrong input leaves no folder behind.
-        trainer.folder = RunFolder.create(path, trainer.raw, made.checkpoint.keep) if world.leads else None
+        while world.leads and trainer.folder is None:
+            try:
+                trainer.folder = RunFolder.create(path, trainer.raw, made.checkpoint.keep)
+            except FolderTaken:  # by another process in the meantime
+                path = new_folder(out, name)
+                _watch(trainer, path, tensorboard, measure, profile)
         _run(trainer, path)
 
 
@@ -125,7 +132,7 @@ def show(run: Run) -> None:
 
 
 def _watch(trainer: Trainer, path: Path, tensorboard: bool, measure: int, profile: bool = False) -> None:
-    """Set the watchers of a run and print the cost of its correction."""
+    """Set the watchers of a run, and refuse a correction that does not fit into memory."""
     from equipoise.training.measure import MeasureWatcher
     from equipoise.training.profile import Profiler
     from equipoise.training.watchers import TensorBoard, Terminal, Watcher, Watchers
@@ -143,9 +150,7 @@ def _watch(trainer: Trainer, path: Path, tensorboard: bool, measure: int, profil
         watchers.append(Profiler(path / "profile.json"))
     trainer.watcher = Watchers(*watchers)
     if trainer.recipe.correction.corrects:
-        cost = trainer.parts.correction.estimate_cost(len(trainer.parts.train))
-        cost.check(trainer.parts.device)
-        console.print(f"correction: {cost}")
+        trainer.parts.correction.estimate_cost(len(trainer.parts.train)).check(trainer.parts.device)
 
 
 def _run(trainer: Trainer, path: Path) -> None:
@@ -153,6 +158,8 @@ def _run(trainer: Trainer, path: Path) -> None:
     from equipoise.training.layer_summary import summary
     from equipoise.training.signals import stoppable
 
+    if trainer.recipe.correction.corrects:
+        console.print(f"correction: {trainer.parts.correction.estimate_cost(len(trainer.parts.train))}")
     if trainer.parts.topology.layers:
         console.print(f"weights: {summary(trainer.parts.topology)}")
     with stoppable(f"equipoise resume {path}"):

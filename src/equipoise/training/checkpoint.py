@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from equipoise.errors import UserError
-from equipoise.files import flush, written_whole
+from equipoise.files import flush, temporary_name, written_whole
 
 VERSION = 2
 
@@ -145,14 +145,15 @@ class Store:
 
     def _link_best(self, path: Path) -> None:
         """Make best.safetensors a hard link to a checkpoint, which is not written a second time."""
-        temporary = self.folder / ".best.tmp"
-        temporary.unlink(missing_ok=True)
+        best = self.folder / "best.safetensors"
+        temporary = temporary_name(best)
         try:
             os.link(path, temporary)
         except OSError:  # a file system without links
-            shutil.copyfile(path, temporary)
-            flush(temporary)
-        os.replace(temporary, self.folder / "best.safetensors")
+            with written_whole(best) as temporary:
+                shutil.copyfile(path, temporary)
+            return
+        os.replace(temporary, best)
         flush(self.folder)
 
     def paths(self) -> list[Path]:

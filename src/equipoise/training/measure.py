@@ -24,6 +24,7 @@ from equipoise.correction.active_vector import ActiveVector
 from equipoise.correction.batches import Batches
 from equipoise.correction.snapshot import Snapshot
 from equipoise.errors import UserError
+from equipoise.files import open_to_append, write_whole
 from equipoise.modules import preserved_modes
 from equipoise.seeds import derive
 from equipoise.training.precision import autocast
@@ -163,7 +164,7 @@ class MeasureWatcher(Watcher):
         """Remove the lines of epochs that a resumed run repeats."""
         if self.file.exists():
             kept = [line for line in read_epochs(self.file) if line["epoch"] <= trainer.epoch]
-            self.file.write_text("".join(strict_json(line) + "\n" for line in kept), encoding="utf-8")
+            write_whole(self.file, "".join(strict_json(line) + "\n" for line in kept).encode())
         if trainer.batch == 0:
             self._remember(trainer)
 
@@ -171,7 +172,7 @@ class MeasureWatcher(Watcher):
         if self._before is not None and trainer.epoch % self.every == 0:
             found = measure_trainer(trainer, self.batches, old=self._before.tensors)
             moment = {key: line[key] for key in ("epoch", "step", "learning_rate")}
-            with open(self.file, "a", encoding="utf-8") as file:
+            with open_to_append(self.file) as file:
                 file.write(strict_json(moment | found) + "\n")
         self._remember(trainer)
 

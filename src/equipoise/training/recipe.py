@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -177,10 +178,57 @@ class Recipe:
             raise UserError("replay needs batches that are known ahead, and attacked ones are not; use mode=running")
 
     @property
-    def kinds(self) -> dict[str, str]:
-        """The names that a checkpoint and a recipe must have in common."""
-        parts = {"topology": self.topology, "correction": self.correction, "optimizer": self.optimizer}
-        return {"model": self.model, **{name: type(part).__name__ for name, part in parts.items()}}
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that a checkpoint and a recipe must have in common, by key; see `MAY_CHANGE`."""
+        signature = inspect.signature(MODELS[self.model]).parameters
+        options = {name: p.default for name, p in signature.items()} | dict(self.model_options)
+        found = {"seed": self.seed, "model": self.model, **{f"model.{key}": _plain(options[key]) for key in options}}
+        for each in fields(self):
+            if each.name not in (*found, "model_options", "raw"):
+                found |= _flat(each.name, getattr(self, each.name))
+        return {key: value for key, value in found.items() if not _may_change(key)}
+
+
+MAY_CHANGE = (
+    # where and how fast the same numbers are computed
+    "device",
+    "engine",
+    "precision",  # `auto` depends on the device
+    "storage",  # checkpoints are converted
+    "data.root",
+    "data.workers",
+    # what is written and scored, which has no effect on the training
+    "checkpoint",
+    "data.test_batch",
+    "bn_recalibration_batches",
+    # settings of the coming steps, on which the state in the checkpoint does not depend
+    "epochs",
+    "optimizer.",  # the options, not the optimizer
+    "schedule",
+    "clip",
+    "ema",
+    "rollback",
+)
+"""Keys of a recipe, with the keys below them, that may differ between a checkpoint and the run that continues it."""
+
+
+def _may_change(key: str) -> bool:
+    return any(key == each or key.startswith(f"{each.removesuffix('.')}.") for each in MAY_CHANGE)
+
+
+def _flat(key: str, value: Any) -> dict[str, Any]:
+    """Return the name of a dataclass and its fields by their keys; other values as they are."""
+    if not is_dataclass(value):
+        return {key: _plain(value)}
+    found = {key: type(value).__name__}
+    for each in fields(value):
+        found |= _flat(f"{key}.{each.name}", getattr(value, each.name))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that checkpoints can hold."""
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 KEYS = [f.name for f in fields(Recipe) if f.name not in ("model_options", "raw")]

@@ -6,11 +6,12 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
 from equipoise.errors import UserError
-from equipoise.files import write_whole
+from equipoise.files import open_to_append, remove_leftovers, write_new, write_whole
 from equipoise.training.checkpoint import Store
 from equipoise.training.recipe import dump_recipe, read_recipe
 
@@ -18,6 +19,13 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+WRITTEN = ("recipe.yaml", "metrics.jsonl", "result.json", "checkpoints", ".lock")
+
+
+class FolderTaken(UserError):
+    """The folder of a new run exists."""
 
 
 class RunFolder:
@@ -35,16 +43,23 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, raw: Mapping[str, Any], keep: int = 2) -> RunFolder:
-        """Create the folder of a new run; an existing one is never overwritten."""
+        """Create the folder of a new run. Of several processes that create the same one, the first gets it.
+
+        Raises:
+            FolderTaken: If the folder exists and is not empty.
+            UserError: If it cannot be written.
+        """
+        taken = FolderTaken(f"{path} exists; `equipoise resume {path}` continues it, --out names another folder")
         if in_use(path):
-            raise UserError(f"{path} exists; `equipoise resume {path}` continues it, --out names another folder")
-        folder = cls(path, keep)
+            raise taken
         try:
             path.mkdir(parents=True, exist_ok=True)
-            write_whole(path / "recipe.yaml", dump_recipe(raw).encode())
+            write_new(path / "recipe.yaml", dump_recipe(raw).encode())
         except OSError as error:
+            if os.path.lexists(path / "recipe.yaml"):
+                raise taken from None
             raise UserError(f"cannot write to {path}: {error.strerror}") from None
-        return folder
+        return cls(path, keep)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -54,18 +69,28 @@ class RunFolder:
         return cls(path)
 
     def claim(self) -> None:
-        """Lock the run until `release` or the end of this process, so that no other process trains it as well."""
-        if self._claim is not None or fcntl is None:
+        """Lock the run until `release` or the end of this process, so that no other process trains it as well.
+
+        Raises:
+            UserError: If another process trains the run, or if a file of the run is a symbolic link.
+        """
+        if self._claim is not None:
             return
-        file = open(self.path / ".lock", "w")  # noqa: SIM115
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            file.close()
-            raise UserError(f"{self.path} is being trained by another process") from None
-        except OSError:
-            pass  # a file system without locks
-        self._claim = file
+        for path in (self.path / name for name in WRITTEN):
+            if path.is_symlink():
+                raise UserError(f"{path} is a symbolic link; a run writes to files of its own folder only")
+        if fcntl is not None:
+            file = open_to_append(self.path / ".lock")
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                file.close()
+                raise UserError(f"{self.path} is being trained by another process") from None
+            except OSError:
+                pass  # a file system without locks
+            self._claim = file
+        for name in WRITTEN:
+            remove_leftovers(self.path / name)
 
     def release(self) -> None:
         """Unlock the run."""
@@ -83,7 +108,7 @@ class RunFolder:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Append the metrics of an epoch."""
-        with open(self.metrics_file, "a", encoding="utf-8") as file:
+        with open_to_append(self.metrics_file) as file:
             file.write(strict_json(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -140,9 +165,11 @@ def read_epochs(file: Path) -> list[dict[str, Any]]:
 def in_use(path: Path) -> bool:
     """Return whether a path cannot become the folder of a new run.
 
-    A folder with only the temporary file of a run that was killed at its start can.
+    A folder with only temporary files of runs that were killed at their start can.
     """
-    return path.exists() and (not path.is_dir() or any(each.name != ".recipe.yaml.tmp" for each in path.iterdir()))
+    return path.exists() and (
+        not path.is_dir() or not all(fnmatch(each.name, ".recipe.yaml.*tmp") for each in path.iterdir())
+    )
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from equipoise.correction.snapshot import RandomState
 from equipoise.errors import UserError
@@ -18,9 +22,16 @@ if TYPE_CHECKING:
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
     """Return the state that a resumed run needs to end bit-identical to an uninterrupted one."""
+    state = _state_of_process(trainer)
+    if not trainer.world.alone:
+        state["others"] = trainer.world.gather_object(local_part(state))[1:]
+    return state
+
+
+def _state_of_process(trainer: Trainer) -> dict[str, Any]:
     parts = trainer.parts
-    state = {
-        "kinds": trainer.recipe.kinds,
+    return {
+        "fingerprint": _fingerprint(trainer),
         "storage": parts.topology.storage,
         "names": [name for name, _ in _named(trainer)],
         "position": [trainer.epoch, trainer.batch, trainer.images, parts.passes.attacks],
@@ -36,9 +47,11 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "meter": parts.meter.state_dict(),
         "random": list(RandomState(parts.device).state()),
     }
-    if not trainer.world.alone:
-        state["others"] = trainer.world.gather_object(local_part(state))[1:]
-    return state
+
+
+def _fingerprint(trainer: Trainer) -> dict[str, Any]:
+    """The fingerprint of the recipe, with the mode of the correction that was chosen."""
+    return replace(trainer.recipe, correction=trainer.parts.correction.estimator).fingerprint
 
 
 def _named(trainer: Trainer) -> list[tuple[str, nn.Parameter]]:
@@ -57,37 +70,116 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
     Raises:
         UserError: If the state does not fit the recipe.
     """
-    try:
+    with _one_line("the checkpoint"):
         return _restore(trainer, state)
-    except UserError:
-        raise
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"the checkpoint does not fit the recipe: {line[:200]}") from None
 
 
 def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
-    parts = trainer.parts
-    for part, kind in trainer.recipe.kinds.items():
-        if state["kinds"][part] != kind:
-            raise UserError(f"the checkpoint is of the {part} {state['kinds'][part]}, the recipe has {kind}")
-    topology = parts.topology
+    parts, topology = trainer.parts, trainer.parts.topology
+    here = _state_of_process(trainer)
+    for part, value in here.items():
+        if part not in state or (state[part] is None and part != "ema"):
+            raise _misfit(f"it has no {part}")
+        _check_kind(state[part], value, part)
+    _check_fingerprint(state["fingerprint"], here["fingerprint"])
     state = state_for_process(state, trainer.world)
     state = in_storage(state, topology.storage, {layer.name: tuple(layer.mask().shape) for layer in topology.layers})
-    parts.model.load_state_dict(state["model"])
-    _optimizer(trainer).load_state_dict(state["optimizer"])
-    topology.load_state_dict(state["topology"])
-    parts.correction.load_state_dict(state["correction"])
-    if parts.ema is not None:
-        if state["ema"] is None:
-            raise UserError("the checkpoint has no weight average, but the recipe sets ema")
-        parts.ema.load_state_dict(state["ema"])
+    if parts.ema is not None and state["ema"] is None:
+        raise UserError("the checkpoint has no weight average, but the recipe sets ema")
+    for part, value in here.items():
+        _check_like(state[part], value, part, topology.storage)
+    _check_optimizer(trainer, state)
+    loaded: dict[str, Any] = {
+        "model": parts.model,
+        "optimizer": _optimizer(trainer),
+        "topology": topology,
+        "correction": parts.correction,
+        "ema": parts.ema,
+        "meter": parts.meter,
+    }
+    for part, owner in loaded.items():
+        if owner is not None:
+            with _one_line(part):
+                owner.load_state_dict(state[part])
     trainer.epoch, trainer.batch, trainer.images, parts.passes.attacks = state["position"]
-    trainer.rollbacks = state.get("rollbacks", 0)
-    trainer.best, trainer.seconds = state["best"], state["seconds"]
-    trainer.startup_seconds = state.get("startup_seconds", 0.0)
-    parts.meter.load_state_dict(state["meter"])
+    trainer.rollbacks, trainer.best = state["rollbacks"], state["best"]
+    trainer.seconds, trainer.startup_seconds = state["seconds"], state["startup_seconds"]
     cpu, cuda = state["random"]
     random = RandomState.of(cpu, cuda, parts.device)
     random.restore()
     return random
+
+
+def _misfit(reason: str) -> UserError:
+    return UserError(f"the checkpoint does not fit the recipe: {reason}")
+
+
+@contextmanager
+def _one_line(part: str) -> Iterator[None]:
+    """Turn errors of a wrong state into one line that names its part."""
+    try:
+        yield
+    except UserError:
+        raise
+    except KeyError as error:
+        raise _misfit(f"{part} has no {error}") from None
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise _misfit(f"{part}: {' '.join(str(error).split())[:200]}") from None
+
+
+def _check_fingerprint(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    for key, value in here.items():
+        if saved.get(key) != value:
+            raise _misfit(f"{key} was {saved.get(key)} and is now {value}; restore it, or train a new run")
+
+
+def _check_like(saved: Any, here: Any, path: str, storage: str) -> None:
+    """Refuse a value that cannot replace the one in a trainer, and name it.
+
+    States grow in training: there is nothing to compare with `None`, with the length of a vector in packed storage, or
+    inside the entries of optimizer, topology and correction.
+    """
+    if saved is None or here is None:
+        return
+    _check_kind(saved, here, path)
+    if path.startswith(("optimizer/", "topology/", "correction/")):
+        return
+    if isinstance(here, Mapping):
+        for key, value in here.items():
+            if key not in saved:
+                raise _misfit(f"it has no {path}/{key}")
+            _check_like(saved[key], value, f"{path}/{key}", storage)
+    elif isinstance(here, list | tuple):
+        if len(saved) != len(here):
+            raise _misfit(f"{path} has {len(saved)} items instead of {len(here)}")
+        for i, value in enumerate(here):
+            _check_like(saved[i], value, f"{path}/{i}", storage)
+    elif isinstance(here, Tensor):
+        grows = storage == "packed" and here.dim() == 1
+        _check_shape(saved, torch.Size([torch.as_tensor(saved).numel()]) if grows else here.shape, path)
+
+
+def _check_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Refuse a tensor of the optimizer that is neither one number nor of the shape of its parameter."""
+    plain = plain_names(trainer.parts.model)
+    for name, parameter in trainer.parts.model.named_parameters():
+        for key, value in state["optimizer"].get(plain[id(parameter)], {}).items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                _check_shape(value, state["model"][name].shape, f"optimizer/{plain[id(parameter)]}/{key}")
+
+
+def _check_shape(saved: Any, shape: torch.Size, path: str) -> None:
+    if torch.as_tensor(saved).shape != shape:
+        raise _misfit(f"{path} has the shape {list(torch.as_tensor(saved).shape)} instead of {list(shape)}")
+
+
+def _check_kind(saved: Any, here: Any, path: str) -> None:
+    kind, expected = _kind(saved), _kind(here)
+    if saved is not None and here is not None and kind != expected:
+        raise _misfit(f"{path} is a {kind} instead of a {expected}")
+
+
+def _kind(value: Any) -> str:
+    """Return the kind of a value; a tensor is a number, because some numbers become tensors in training."""
+    kinds: dict[str, Any] = {"dictionary": Mapping, "list": list | tuple, "word": str}
+    return next((name for name, types in kinds.items() if isinstance(value, types)), "number")

@@ -373,3 +373,19 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path: Path)
     store = Store(tmp_path)
     store.save(2, {"step": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000002.safetensors"]
+
+
+def test_the_best_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: Any) -> None:
+        (store.folder / ".best.tmp").symlink_to(tmp_path / "outside")  # at this very moment
+        raise OSError(1, "Operation not permitted")
+
+    (tmp_path / "outside").write_text("precious")
+    store = Store(tmp_path / "checkpoints")
+    store.folder.mkdir()
+    (store.folder / "best.safetensors").symlink_to(tmp_path / "outside")
+    monkeypatch.setattr("os.link", no_links)
+    store.save(1, {"step": 1}, best=True)
+    assert (tmp_path / "outside").read_text() == "precious"
+    assert sorted(p.name for p in store.folder.iterdir()) == ["best.safetensors", "step-000000001.safetensors"]
+    assert load(store.folder / "best.safetensors") == {"step": 1}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from equipoise.errors import UserError
-from equipoise.training.run_folder import RunFolder, strict
+from equipoise.training.run_folder import FolderTaken, RunFolder, strict
 from train_helpers import held_by_another_process
 
 
@@ -43,6 +44,40 @@ def test_what_exists_is_never_written_over(tmp_path: Path) -> None:
     assert run.recipe() == {"epochs": 3}
     assert (tmp_path / "file").read_text() == "mine"
     assert [p.name for p in (tmp_path / "folder").iterdir()] == ["notes"]
+
+
+def test_a_folder_is_created_by_one_of_many(tmp_path: Path) -> None:
+    def race(i: int) -> bool:
+        try:
+            create(tmp_path / "run", epochs=i)
+        except FolderTaken:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        created = list(pool.map(race, range(1, 17)))
+    assert sum(created) == 1
+    assert RunFolder.open(tmp_path / "run").recipe() == {"epochs": created.index(True) + 1}
+
+
+@pytest.mark.parametrize("leftover", [".recipe.yaml.tmp", ".recipe.yaml.0123.tmp"])
+def test_what_a_run_killed_at_its_start_left_is_removed(tmp_path: Path, leftover: str) -> None:
+    (tmp_path / leftover).write_text("mod")
+    run = create(tmp_path)
+    (tmp_path / ".result.json.0123.tmp").write_text("{")
+    run.claim()
+    run.release()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "recipe.yaml"]
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "checkpoints"])
+def test_a_run_does_not_follow_links_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    run = create(tmp_path / "run")
+    (tmp_path / "outside").write_text("precious")
+    (run.path / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(UserError, match="is a symbolic link"):
+        run.claim()
+    assert (tmp_path / "outside").read_text() == "precious"
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

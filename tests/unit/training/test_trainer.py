@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -480,10 +481,107 @@ def test_a_checkpoint_of_another_recipe_is_told_in_one_line(changes: dict[str, A
     assert len(str(error.value)) < 300
 
 
-def test_a_state_that_is_none_is_told_in_one_line() -> None:
-    for state in ({}, {"model": 3}, {**trainer().state_dict(), "position": [1]}):
-        with pytest.raises(UserError, match="the checkpoint does not fit the recipe"):
-            trainer().load_state_dict(state)
+def changed(state: Any, path: list[Any], value: Any) -> Any:
+    """A copy of a state with another value at a path; `...` removes the key."""
+    if not path:
+        return value
+    result = dict(state)
+    if value is ... and len(path) == 1:
+        del result[path[0]]
+    else:
+        result[path[0]] = changed(state[path[0]], path[1:], value)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("seed", 1, "seed was 0 and is now 1;"),
+        ("data", {"name": "digits", "batch": 240, "validation": 100}, "data.validation was 0 and is now 100;"),
+        ("data", {"name": "digits", "batch": 240, "drop_last": True}, "data.drop_last was False and is now True;"),
+        ("data", {"name": "digits", "batch": 120}, "data.batch was 240 and is now 120;"),
+        ("data", {"name": "digits", "batch": 240, "augment": {}}, "data.augment was None and is now Augment;"),
+        ("model", {"name": "mlp", "hidden": 17}, "model.hidden was 16 and is now 17;"),
+        ("topology", {"name": "set", "sparsity": 0.8, "every": 5}, "topology.every was 4 and is now 5;"),
+        (
+            "objective",
+            {"name": "standard", "label_smoothing": 0.1},
+            "objective.label_smoothing was 0.0 and is now 0.1;",
+        ),
+        ("correction", {"name": "agent", "mode": "running"}, "correction.mode was replay and is now running;"),
+        ("optimizer", "adam", "optimizer was SGDOptions and is now AdamOptions;"),
+    ],
+)
+def test_what_must_not_change_is_named(key: str, value: Any, told: str) -> None:
+    correction = {"name": "agent", "mode": "replay"}
+    state = trainer(correction=correction).state_dict()
+    with pytest.raises(UserError, match=f"^the checkpoint does not fit the recipe: {re.escape(told)}"):
+        trainer(**{"correction": correction, key: value}).load_state_dict(state)
+
+
+def test_what_may_change_is_accepted(tmp_path: Path) -> None:
+    first = trainer()
+    first.run_epoch()
+    data = {"name": "digits", "batch": 240, "root": str(tmp_path), "test_batch": 77, "workers": 1}
+    other = trainer(
+        model={"name": "mlp", "hidden": 16, "size": 8},  # the default
+        data=data,
+        optimizer={"name": "sgd", "lr": 0.01},
+        checkpoint={"steps": 3},
+        storage="packed",
+        engine="eager",
+        device="cpu",
+        precision="float32",
+        epochs=4,
+        clip=1,
+    )
+    other.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert other.step == BATCHES
+
+
+@pytest.mark.parametrize("storage", ["masked", "packed"])
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("position", [1], "position has 1 items instead of 4"),
+        ("model", 3, "model is a number instead of a dictionary"),
+        ("names", ..., "it has no names"),
+        ("fingerprint", None, "it has no fingerprint"),
+        ("random", {}, "random is a dictionary instead of a list"),
+        ("meter/sums", ..., "it has no meter/sums"),
+        ("meter/sums", torch.zeros(2, 2), "meter/sums has the shape"),
+        ("correction/statistics", ..., "it has no correction/statistics"),
+        ("correction/counters", "many", "correction/counters is a word instead of a list"),
+        ("ema/values", [], "ema/values is a list instead of a dictionary"),
+        ("ema/steps", ..., "it has no ema/steps"),
+        ("topology/layers", ..., "it has no topology/layers"),
+        ("correction/statistics", {}, "correction has no '"),
+        ("optimizer", {}, "it has no optimizer/"),
+    ],
+)
+def test_a_state_of_another_shape_is_named(path: str, value: Any, told: str, storage: str) -> None:
+    changes: dict[str, Any] = {"correction": "agent", "storage": storage}
+    made = trainer(**changes)
+    made.run_epoch()
+    state = changed(made.state_dict(), path.split("/"), value)
+    with pytest.raises(UserError, match=f"^the checkpoint does not fit the recipe: {told}"):
+        trainer(**changes).load_state_dict(state)
+
+
+def test_a_momentum_of_another_shape_is_named() -> None:
+    made = trainer()
+    made.run_epoch()
+    state = made.state_dict()
+    name = state["names"][0]
+    wrong = changed(state, ["optimizer", name, "momentum_buffer"], torch.zeros(3))
+    with pytest.raises(UserError, match=rf"optimizer/{name}/momentum_buffer has the shape \[3\] instead of "):
+        trainer().load_state_dict(wrong)
+
+
+@pytest.mark.parametrize("state", [{}, {"model": 3}])
+def test_a_state_of_something_else_is_told_in_one_line(state: Any) -> None:
+    with pytest.raises(UserError, match="the checkpoint does not fit the recipe: it has no fingerprint"):
+        trainer().load_state_dict(state)
 
 
 def test_resuming_a_run_that_has_no_checkpoint_starts_it(tmp_path: Path) -> None:
