@@ -57,7 +57,7 @@ def neighbours(_: int) -> int:
     return jobs_on_device()
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [("3,5", 2), ("", 3)])
+@pytest.mark.parametrize(("gpus", "expected"), [("3,5", 2), pytest.param("", 3, marks=pytest.mark.slow)])
 def test_a_job_knows_how_many_share_its_device(gpus: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     assert dict(processes(3)(neighbours, [0, 1, 2])) == dict.fromkeys(range(3), expected)
