@@ -38,18 +38,26 @@ class Slab:
 
     Args:
         chunk: Bytes of one allocation.
+
+    Attributes:
+        chunks: The allocations.
     """
 
     def __init__(self, chunk: int = 4 * HUGE_PAGE) -> None:
+        self.chunks: list[Tensor] = []
         self._chunk = chunk // FLOAT
         self._rest = torch.zeros(0)
 
     def take(self, count: int) -> Tensor:
         """Return `count` float32 zeros."""
         if not _huge():
-            return torch.zeros(count)
+            return self._new(count)
         room = -(-count // 16) * 16
         if room > self._rest.numel():
-            self._rest = zeros(max(room, self._chunk))
+            self._rest = self._new(max(room, self._chunk))
         piece, self._rest = self._rest[:count], self._rest[room:]
         return piece
+
+    def _new(self, count: int) -> Tensor:
+        self.chunks.append(zeros(count))
+        return self.chunks[-1]

@@ -1,4 +1,4 @@
-"""The library of C kernels: its structures and signatures, loading it, and describing tensors to it."""
+"""The library of C kernels: its structures and signatures, and loading it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from equipoise.errors import UserError
 from equipoise.kernels import build
@@ -127,14 +126,3 @@ def load() -> ctypes.CDLL:
 def threads() -> int:
     """Return torch's number of threads: the kernels run on the same pool."""
     return torch.get_num_threads()
-
-
-def pointer(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor, or `None` for a null pointer."""
-    return None if tensor is None else tensor.data_ptr()
-
-
-def describe(tensor: Tensor) -> Map:
-    """Describe a tensor (n, c, h, w, lanes) with unit step in the last axis."""
-    (n, c, h, w, _), (sn, sc, sh, sw, _) = tensor.shape, tensor.stride()
-    return Map(tensor.data_ptr(), n, c, h, w, sn, sc, sh, sw)
