@@ -92,6 +92,14 @@ class Frozen(nn.Module):
         # No lock, which a forked child could wait for in vain: single operations of an OrderedDict are atomic.
         self._programs: OrderedDict[tuple[int, ...], Program] = OrderedDict()
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._programs.clear()  # they have copies of the weights
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._programs.clear()
+        super()._load_from_state_dict(*args)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return freeze, (self.model,)  # a copy builds other programs
 
