@@ -191,7 +191,7 @@ class KernelSteps:
             boundary.describe(y, self.lanes, whole_vectors=self.lanes == 1),
             keep=(taps, bias),
             taps=taps.address,
-            start=taps.start(),
+            start=taps.sorted.start_at(),
             blocks=taps.sorted.blocks,
             reach=taps.reach_in_plane,
             shift=boundary.address(bias, shape.out_channels, "bias"),

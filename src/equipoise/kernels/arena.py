@@ -4,9 +4,9 @@ The C library maps a buffer above 32 MB again on every allocation, which costs m
 Buffers are therefore lent. When the last tensor on a buffer is gone, the memory waits for the next request of the
 same shape. Kernels write the interior only, so the border stays zero.
 
-Idle memory is bounded: by 256 MiB (`IDLE_BYTES`), or by the most memory that was lent at one time during the last few
-thousand loans if that is more, as in training. The buffers that have waited longest are returned to the system.
-`clear` returns all of them.
+Idle memory is bounded: by 256 MiB (`IDLE_BYTES`), or by twice the most memory that was lent at one time during the last
+few thousand loans if that is more, as in training. A step lends its shapes at different times: VGG-C needs 1.3 times
+the most that it is lent at once. The buffers that have waited longest are returned to the system, by `clear` all.
 
 A tensor is marked with its border. The mark belongs to the tensor object: autograd hands a gradient from one function
 to the next as the same object and may add to it in place. Every view, copy or sum is another object without a mark.
@@ -108,7 +108,7 @@ class _Store:
             self.idle += memory.nbytes
             self._waiting.setdefault(memory.key, []).append(memory)
             self._waiting.move_to_end(memory.key)
-        most = max(IDLE_BYTES, self._peak, self._last_peak)
+        most = max(IDLE_BYTES, 2 * self._peak, 2 * self._last_peak)
         while self.idle > most:
             key, waiting = next(iter(self._waiting.items()))
             if waiting:

@@ -6,6 +6,7 @@ import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -89,6 +90,8 @@ def check_index(index: Tensor, size: int) -> None:
 class SortedTaps:
     """One direction of a pattern: its active weights by phase, block of source channels and destination.
 
+    The addresses of its tensors, which never change, are taken once.
+
     Args:
         shape: The convolution.
         index: Ascending flat indices of the active weights, int32, checked by a `Pattern`.
@@ -110,14 +113,24 @@ class SortedTaps:
         group = (shape.in_channels // shape.groups, shape.out_channels // shape.groups, math.prod(shape.kernel))
         geometry = torch.tensor([*group, int(transposed), block, self.blocks, rows, self.phases])
         self.phase_of = self._tap_phases()
+        self._start = address(self.start, self.phases * self.blocks * rows + 1, "start", torch.int32)
+        self.order_at, self.source_at, self.which_at = (
+            address(tensor, self.count, "order", torch.int32) for tensor in (self.order, self.source, self.which)
+        )
         library.load().eq_pattern(
             self.count,
             address(index, self.count, "index", torch.int32),
             address(geometry, 8, "geometry", torch.int64),
             address(self.phase_of, math.prod(shape.kernel), "phases", torch.int32),
-            address(self.start, self.phases * self.blocks * rows + 1, "start", torch.int32),
-            *(address(tensor, self.count, "order", torch.int32) for tensor in (self.order, self.source, self.which)),
+            self._start,
+            self.order_at,
+            self.source_at,
+            self.which_at,
         )
+
+    def start_at(self, phase: int = 0) -> int:
+        """Address at which the starts of a phase's rows begin."""
+        return cast(int, self._start) + self.start.itemsize * phase * self.blocks * self.rows
 
     def _tap_phases(self) -> Tensor:
         """Rows and columns of the input, modulo the stride, that each tap of the kernel leads back to."""
@@ -150,6 +163,7 @@ class Taps:
     def __init__(self, taps: SortedTaps) -> None:
         self.sorted = taps
         self.pairs = torch.empty(taps.count, 2, dtype=torch.int32)  # float weight, int offset
+        self.address = address(self.pairs, 2 * taps.count, "taps", torch.int32)
         self.reach: list[Pair] = []  # smallest and largest offset of each phase
         self.reach_in_plane = 0  # largest offset of a tap from its source channel
         self._steps: Pair | None = None
@@ -176,8 +190,8 @@ class Taps:
             raise UserError("the activation of one block of images is too large for the kernels (2^31 values)")
         library.load().eq_offsets(
             self.sorted.count,
-            self._of_each(self.sorted.source),
-            self._of_each(self.sorted.which),
+            self.sorted.source_at,
+            self.sorted.which_at,
             channel_step,
             address(tap_offsets, math.prod(self.sorted.shape.kernel), "offsets", torch.int64),
             self.address,
@@ -194,28 +208,8 @@ class Taps:
         """Set the weight of each tap from the vector of active values."""
         weights = as_vector(values, self.sorted.count, "values")  # named, so that it lives until the call returns
         library.load().eq_weights(
-            self.sorted.count, self.order, address(weights, self.sorted.count, "values"), self.address
+            self.sorted.count, self.sorted.order_at, address(weights, self.sorted.count, "values"), self.address
         )
-
-    def _of_each(self, tensor: Tensor) -> int | None:
-        return address(tensor, self.sorted.count, "taps", torch.int32)
-
-    @property
-    def address(self) -> int | None:
-        """Address of the pairs."""
-        return address(self.pairs, 2 * self.sorted.count, "taps", torch.int32)
-
-    @property
-    def order(self) -> int | None:
-        """Address of the index of each tap in the vector of values."""
-        return self._of_each(self.sorted.order)
-
-    def start(self, phase: int = 0) -> int:
-        """Address at which the starts of a phase's rows begin."""
-        taps = self.sorted
-        whole = address(taps.start, taps.phases * taps.blocks * taps.rows + 1, "start", torch.int32)
-        assert whole is not None
-        return whole + 4 * phase * taps.blocks * taps.rows
 
 
 class Pattern:
