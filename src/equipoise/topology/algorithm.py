@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from equipoise.config import shown
 from equipoise.errors import UserError
 from equipoise.topology.distribution import Distribution, Shapes, active_counts
-from equipoise.topology.schedule import Decay, Window, decay
+from equipoise.topology.schedule import Decay, Window, decay, interval
 from equipoise.topology.selection import Selector, as_selectors
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Algorithm:
         """Refuse a number in quotes, which would fail later with an unclear message."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type in ("int", "float", int, float) and not isinstance(value, Real):
+            if field.type in ("int", "float", "int | float", int, float) and not isinstance(value, Real):
                 raise UserError(f"{field.name}={shown(value)}: expected a number")
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int | None = None) -> Topology:
@@ -107,7 +107,7 @@ class Dynamic(Algorithm):
     """Base of the algorithms that drop and grow weights at update steps.
 
     Args:
-        every: Steps between updates.
+        every: Steps between updates, or a fraction of the training if below 1.
         begin: Fraction of the training after which updates begin.
         until: Fraction of the training after which updates end.
         drop_fraction: Fraction of a layer's active weights that the first update exchanges.
@@ -117,7 +117,7 @@ class Dynamic(Algorithm):
         regrow: Whether a weight that an update dropped may be grown again by the same update.
     """
 
-    every: int = 100
+    every: int | float = 100
     begin: float = 0.0
     until: float = 0.75
     drop_fraction: float = 0.3
@@ -143,6 +143,15 @@ class Dynamic(Algorithm):
         exchange = {"drop_fraction": 0.5, "drop_end": 0.005, "drop_decay": "cosine"} if cls.drop_fraction else {}
         return cls(**{**long, **exchange, **options})
 
+    @classmethod
+    def fast(cls, **options: Any) -> Self:
+        """Return the algorithm for a short training: ER densities, and an interval of updates that fits its length.
+
+        Args:
+            **options: Fields of the algorithm that differ.
+        """
+        return cls(**{"distribution": "er", "every": 0.02, **options})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, fraction in (("drop_fraction", self.drop_fraction), ("drop_end", self.drop_end)):
@@ -151,13 +160,15 @@ class Dynamic(Algorithm):
         decay(self.drop_decay, 0.0, 0.0, 0.0)
         if self.step_at_update not in ("take", "skip"):
             raise UserError(f'step_at_update="{self.step_at_update}": expected "take" or "skip"')
-        Window(self.every, self.begin, self.until, 1)
+        if self.every <= 0 or (self.every > 1 and self.every != int(self.every)):
+            raise UserError(f"every={self.every}: a whole number of steps, or a fraction of the training below 1")
+        Window(interval(self.every, 1), self.begin, self.until, 1)
 
     def window(self, total_steps: int | None) -> Window:
         if total_steps is None:
             name = type(self).__name__
             raise UserError(f"{name} needs total_steps, the number of optimizer steps, in attach()")
-        return Window(self.every, self.begin, self.until, total_steps)
+        return Window(interval(self.every, total_steps), self.begin, self.until, total_steps)
 
     def target(self, layer: SparseWeight, completion: float) -> int:
         """Number of active weights of the layer after this update."""
