@@ -33,6 +33,10 @@ class Algorithm:
         exclude: Name patterns and module types of weights that stay dense.
         dense_first: Whether the first of these weights stays dense.
         dense_last: Whether the last of these weights stays dense.
+        min_fan_in: Number of active weights that every unit keeps, if its layer has as many per unit. A unit is an
+            entry of the first dimension of a weight.
+        rescale: Whether the initial weights of a layer are multiplied by 1/√density, so that its outputs vary as much
+            as those of the dense layer.
         seed: Seed of the initial mask and of random growth.
     """
 
@@ -42,6 +46,8 @@ class Algorithm:
     exclude: tuple[Selector, ...] = ()
     dense_first: bool = False
     dense_last: bool = False
+    min_fan_in: int = 0
+    rescale: bool = False
     seed: int = 0
 
     # At which steps the algorithm needs the gradient of inactive weights.
@@ -53,6 +59,8 @@ class Algorithm:
             object.__setattr__(self, name, as_selectors(getattr(self, name)))
         if not 0 <= self.sparsity < 1:
             raise UserError(f"sparsity={self.sparsity}: the fraction of zero weights must be in [0, 1), such as 0.9")
+        if self.min_fan_in < 0:
+            raise UserError(f"min_fan_in={self.min_fan_in}: a number of weights must not be negative")
 
     def _check_numbers(self) -> None:
         """Refuse a number in quotes, which would fail later with an unclear message."""
@@ -83,6 +91,10 @@ class Algorithm:
     def final_counts(self, shapes: Shapes, model: nn.Module) -> dict[str, int]:
         """Number of active weights of each layer at the end."""
         return active_counts(self.distribution, shapes, 1 - self.sparsity, model)
+
+    def fan_in(self, units: int, active: int) -> int:
+        """Number of active weights that each unit of a layer keeps: `min_fan_in`, or as many as the layer has."""
+        return min(self.min_fan_in, active // units)
 
     def window(self, total_steps: int | None) -> Window | None:
         """The window of update steps; `None` if the algorithm has none."""
@@ -192,11 +204,22 @@ class Dynamic(Algorithm):
         if target == layer.size:
             return 0
         wanted = round(decay(self.drop_decay, self.drop_fraction, self.drop_end, progress) * target)
+        if self.min_fan_in:
+            units = len(layer.mask())
+            wanted = min(wanted, target - units * self.fan_in(units, layer.final))
         return wanted if self.regrow else min(wanted, layer.size - layer.active)
 
     def drop(self, layer: SparseWeight, count: int) -> Tensor:
         """Flat indices of the `count` weights to drop."""
-        return layer.lowest(self.drop_score(layer), count)
+        score = self.drop_score(layer)
+        return layer.lowest(score, count, self._droppable(layer, score) if self.min_fan_in else None)
+
+    def _droppable(self, layer: SparseWeight, score: Tensor) -> Tensor:
+        """Boolean vector of the active weights without the `min_fan_in` best of each unit."""
+        active = layer.mask().flatten(1)
+        best = score.view(active.shape).masked_fill(~active, -torch.inf)
+        kept = best.topk(self.fan_in(len(active), layer.final), dim=1).indices
+        return active.scatter(1, kept, False).reshape(-1)
 
     def drop_score(self, layer: SparseWeight) -> Tensor:
         """Score of each weight; the lowest are dropped. The magnitude by default."""

@@ -45,6 +45,15 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
     planned = []
     for name, weight in chosen.items():
         generator.manual_seed(derive(algorithm.seed, "mask", name))
-        active = torch.randperm(weight.numel(), generator=generator)[: initial[name]]
-        planned.append(Planned(name, weight, initial[name], final[name], active))
+        order = torch.randperm(weight.numel(), generator=generator)
+        if least := algorithm.fan_in(len(weight), final[name]):
+            order = _each_unit_first(order, len(weight), least)
+        planned.append(Planned(name, weight, initial[name], final[name], order[: initial[name]]))
     return planned
+
+
+def _each_unit_first(order: Tensor, units: int, count: int) -> Tensor:
+    """Move the first `count` indices of every unit to the front of a permutation."""
+    by_unit = torch.argsort(order // (len(order) // units), stable=True).view(units, -1)
+    first = torch.zeros(len(order), dtype=torch.bool).index_fill_(0, by_unit[:, :count].reshape(-1), True)
+    return torch.cat([order[first], order[~first]])

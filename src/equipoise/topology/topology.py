@@ -81,6 +81,8 @@ class Topology:
         self._nonzeros = {layer.name: int(torch.count_nonzero(layer.parameter)) for layer in self.layers}
         self.rewiring = make_rewiring(algorithm, self.layers, self.states, self._followers, flat, compile)
         self.apply()
+        for layer in self.layers if algorithm.rescale else ():
+            layer.parameter.detach().mul_((layer.size / layer.active) ** 0.5)
         for layer in self.layers:
             _OWNERS[layer.parameter] = weakref.ref(self)
         self._begin_step()
