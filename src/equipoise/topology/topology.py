@@ -80,6 +80,8 @@ class Topology:
         self._unverified: dict[str, int] = {}  # checksums of a loaded state, until the next step
         self.rewiring = make_rewiring(algorithm, self.layers, self.states, self._followers, flat, compile)
         self.apply()
+        for layer in self.layers if algorithm.rescale else ():
+            layer.parameter.detach().mul_((layer.size / layer.active) ** 0.5)
         for layer in self.layers:
             _OWNERS[layer.parameter] = weakref.ref(self)
         self._begin_step()
