@@ -40,8 +40,9 @@ class Algorithm:
             get a random mask. `random`: every weight gets a random mask.
         min_fan_in: Number of active weights that every unit keeps, if its layer has as many per unit. A unit is an
             entry of the first dimension of a weight.
-        pattern: Structure of the active weights: `n:m` such as `2:4`, blocks of outputs x inputs such as `16x1`, or
-            `fan_in`, the same number of weights for every output. Weights that do not divide stay dense.
+        pattern: Structure of the active weights: `n:m` such as `2:4`, `transposable 2:4`, blocks of outputs x inputs
+            such as `16x1`, or `fan_in`, the same number of weights for every output. Weights that do not divide stay
+            dense.
         rescale: Whether the initial weights of a layer are multiplied by 1/√density, so that its outputs vary as much
             as those of the dense layer.
         seed: Seed of the initial mask and of random growth.

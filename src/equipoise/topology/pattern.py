@@ -7,7 +7,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, product
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,7 +184,69 @@ class FanIn(Pattern):
         return tensor.reshape(tensor.shape[0], -1, 1)
 
 
-PATTERNS: Catalogue[type[Pattern]] = Catalogue("pattern", {"n:m": NM, "block": Block, "fan_in": FanIn})
+@dataclass(frozen=True)
+class Transposable(NM):
+    """n:m along the inputs and along the outputs, so that the transposed weight is n:m too (Hubara et al. 2021).
+
+    A tile of m outputs x m inputs has n active weights in every row and in every column. Such a mask is a union of n
+    perfect matchings of rows and columns, so a tile always gains or loses a whole matching: the one with the smallest
+    sum of scores is dropped, the one with the largest is grown. The initial mask of a pruned model is the best one for
+    m = 4. For larger m it drops m - n smallest matchings one by one, which keeps at least n/m of the sum.
+    """
+
+    def __str__(self) -> str:
+        return f"transposable {self.n}:{self.m}"
+
+    def obstacle(self, shape: Sequence[int]) -> str | None:
+        return Block(self.m, self.m).obstacle(shape)
+
+    def arrange(self, tensor: Tensor) -> Tensor:
+        return Block(self.m, self.m).arrange(tensor).reshape(-1, self.m * self.m, 1)
+
+    def extent(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        return math.prod(shape) // self.m**2, self.m, self.m  # a unit is a matching
+
+    def largest(self, score: Tensor, count: int, shape: Sequence[int]) -> Tensor:
+        tiles = self._score(score, shape).view(-1, self.m, self.m)
+        on = torch.ones_like(tiles, dtype=torch.bool)
+        each = count // (len(tiles) * self.m)
+        if self.m <= ENUMERATED:
+            masks = _regular_masks(self.m, each).to(tiles.device)
+            on = masks[(tiles.flatten(1) @ masks.flatten(1).to(tiles.dtype).T).argmax(1)]
+        else:
+            for _ in range(self.m - each):
+                on = on & ~_lightest_matching(tiles, on)
+        return self._indices(on.flatten(1), shape)
+
+    def exchange(
+        self, drop: Tensor, grow: Tensor, active: Tensor, prune: int, swap: int, regrow: bool
+    ) -> tuple[Tensor, Tensor]:
+        shape, m = active.shape, self.m
+        drop, grow = (self._score(score, shape).view(-1, m, m) for score in (drop, grow))
+        before = self.arrange(active).view(-1, m, m)
+        on = before
+        for _ in range(prune // (len(on) * m)):
+            on = on & ~_lightest_matching(drop, on)
+        have = int(on[0, 0].sum())
+        possible = have > 0 and (regrow or int(before[0, 0].sum()) < m)
+        worst = _lightest_matching(drop, on) if possible else torch.zeros_like(on)
+        tiles = (
+            (drop * worst).sum((1, 2)).topk(min(round(swap / m), len(on) if possible else 0), largest=False).indices
+        )
+        swapped = torch.zeros_like(on).index_copy_(0, tiles, worst[tiles])
+        grown = torch.zeros_like(on)
+        if len(tiles):
+            free = ~(on & ~swapped if regrow else before)[tiles]
+            grown[tiles] = _lightest_matching(-grow[tiles], free)
+        left = on & ~swapped
+        return self._indices((before & ~left).flatten(1), shape), self._indices(grown.flatten(1), shape)
+
+
+ENUMERATED = 4  # sizes of tiles up to which all matchings are compared at once
+
+PATTERNS: Catalogue[type[Pattern]] = Catalogue(
+    "pattern", {"n:m": NM, "transposable n:m": Transposable, "block": Block, "fan_in": FanIn}
+)
 
 
 def parse_pattern(text: str) -> Pattern | None:
@@ -194,10 +259,39 @@ def parse_pattern(text: str) -> Pattern | None:
         return None
     if text == "fan_in":
         return FanIn()
-    for form, kind in ((r"(\d+):(\d+)", NM), (r"(\d+)x(\d+)", Block)):
+    forms = ((r"(\d+):(\d+)", NM), (r"transposable (\d+):(\d+)", Transposable), (r"(\d+)x(\d+)", Block))
+    for form, kind in forms:
         if found := re.fullmatch(form, text):
             return kind(int(found[1]), int(found[2]))
-    raise UserError(f'pattern="{text}": expected n:m such as "2:4", a block such as "16x1", or "fan_in"')
+    raise UserError(f'pattern="{text}": expected "2:4", "transposable 2:4", a block such as "16x1", or "fan_in"')
+
+
+def _lightest_matching(weight: Tensor, allowed: Tensor) -> Tensor:
+    """Mask of one element in every row and column of each tile, all allowed, with the smallest sum of weights.
+
+    Args:
+        weight: Tiles of m x m weights.
+        allowed: Mask in which every row and column of a tile has the same positive number of elements.
+    """
+    m = weight.shape[1]
+    cost = weight.masked_fill(~allowed, torch.inf)
+    if m <= ENUMERATED:
+        masks = _regular_masks(m, 1).to(weight.device)
+        sums = torch.stack([cost[:, mask].sum(1) for mask in masks], dim=1)
+        return masks[sums.argmin(1)]
+    from scipy.optimize import linear_sum_assignment  # here, because `import equipoise` does not need scipy
+
+    tiles = cost.double().cpu().numpy()
+    columns = torch.tensor(np.stack([linear_sum_assignment(tile)[1] for tile in tiles])).to(weight.device)
+    return torch.zeros_like(allowed).scatter_(2, columns.unsqueeze(2), True)
+
+
+@cache
+def _regular_masks(m: int, n: int) -> Tensor:
+    """All masks of m x m elements with n in every row and column."""
+    rows = [torch.tensor([column in chosen for column in range(m)]) for chosen in combinations(range(m), n)]
+    masks = [torch.stack(choice) for choice in product(rows, repeat=m)]
+    return torch.stack([mask for mask in masks if bool((mask.sum(0) == n).all())])
 
 
 def _rank(score: Tensor) -> Tensor:

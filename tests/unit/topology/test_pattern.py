@@ -13,12 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy.optimize import linprog
 from torch import nn
 
 import equipoise as eq
 from equipoise.config import parse_yaml
 from equipoise.errors import UserError
-from equipoise.topology.pattern import NM, Block, FanIn, Pattern, parse_pattern
+from equipoise.topology.pattern import NM, Block, FanIn, Pattern, Transposable, parse_pattern
 
 Groups = list[list[list[tuple[int, ...]]]]  # groups of units of indices
 
@@ -27,6 +28,8 @@ def groups_of(pattern: str, shape: tuple[int, ...]) -> Groups:
     """Groups and units of a weight, index by index."""
     outputs, inputs, *kernel = shape
     places = list(itertools.product(*map(range, kernel)))
+    if pattern.startswith("transposable"):  # rows and columns of tiles
+        return groups_of(pattern.split()[1], shape) + _columns(int(pattern.split(":")[1]), shape)
     if pattern == "fan_in":
         return [[[(o, i, *k)] for i in range(inputs) for k in places] for o in range(outputs)]
     if ":" in pattern:
@@ -36,6 +39,12 @@ def groups_of(pattern: str, shape: tuple[int, ...]) -> Groups:
     rows, columns = map(int, pattern.split("x"))
     blocks = itertools.product(range(0, outputs, rows), range(0, inputs, columns), places)
     return [[[(o + a, i + b, *k) for a in range(rows) for b in range(columns)] for o, i, k in blocks]]
+
+
+def _columns(m: int, shape: tuple[int, ...]) -> Groups:
+    outputs, inputs, *kernel = shape
+    starts = itertools.product(range(0, outputs, m), range(inputs), itertools.product(*map(range, kernel)))
+    return [[[(o + j, i, *k)] for j in range(m)] for o, i, k in starts]
 
 
 def counts_in_groups(mask: NDArray[np.bool_], pattern: str) -> list[int]:
@@ -69,6 +78,50 @@ def test_largest_is_the_best_of_all_masks(text: str, shape: tuple[int, ...]) -> 
         totals = [sum(score[index] for index in unit) for unit in group]
         best += max(sum(totals[k] for k in kept) for kept in itertools.combinations(range(len(group)), each))
     assert score[mask].sum() == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 4), (3, 4), (1, 2), (2, 8), (4, 8)])
+def test_transposable_masks_are_optimal_or_within_their_factor(n: int, m: int) -> None:
+    pattern, shape = Transposable(n, m), (m, 2 * m)
+    score = np.random.default_rng(n).random(shape) ** 3
+    chosen = pattern.largest(torch.from_numpy(score).reshape(-1), math.prod(shape) * n // m, shape)
+    mask = np.zeros(shape, bool)
+    mask.reshape(-1)[chosen.numpy()] = True
+    assert set(counts_in_groups(mask, str(pattern))) == {n}
+    best = sum(_best_transposable(tile, n) for tile in np.split(score, 2, axis=1))
+    if m <= 4:
+        assert score[mask].sum() == pytest.approx(best)
+    else:
+        assert best * n / m <= score[mask].sum() <= best + 1e-9
+
+
+def _best_transposable(score: NDArray[np.float64], n: int) -> float:
+    """Largest sum of a mask with n in every row and column: a linear program with an integral solution."""
+    m = len(score)
+    rows, columns = np.kron(np.eye(m), np.ones(m)), np.kron(np.ones(m), np.eye(m))
+    found = linprog(-score.reshape(-1), A_eq=np.vstack([rows, columns]), b_eq=np.full(2 * m, n), bounds=(0, 1))
+    return float(-found.fun)
+
+
+@pytest.mark.parametrize("m", [4, 6])
+@pytest.mark.parametrize("regrow", [False, True])
+def test_transposable_exchange_takes_the_best_matchings(m: int, regrow: bool) -> None:
+    rng = np.random.default_rng(m)
+    mask = np.zeros((m, m), bool)
+    for shift in range(2):
+        mask[np.arange(m), (np.arange(m) + shift) % m] = True
+    drop, grow = rng.random((m, m)), rng.random((m, m))
+    dropped, grown = Transposable(2, m).exchange(
+        *(torch.from_numpy(score).reshape(-1) for score in (drop, grow)), torch.from_numpy(mask), 0, m, regrow
+    )
+    perfect = [[row * m + column for row, column in enumerate(p)] for p in itertools.permutations(range(m))]
+    within = [p for p in perfect if mask.reshape(-1)[p].all()]
+    lightest = min(within, key=lambda p: drop.reshape(-1)[p].sum())
+    assert sorted(dropped.tolist()) == sorted(lightest)
+    kept = mask.copy().reshape(-1)
+    kept[lightest] = False
+    outside = [p for p in perfect if not (kept if regrow else mask.reshape(-1))[p].any()]
+    assert sorted(grown.tolist()) == sorted(max(outside, key=lambda p: grow.reshape(-1)[p].sum()))
 
 
 @given(
@@ -148,12 +201,12 @@ ALGORITHMS: dict[str, Any] = {"rigl": eq.RigL, "set": eq.SET, "mest": eq.MEST, "
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("pattern", ["2:4", "4x2", "fan_in"])
+@pytest.mark.parametrize("pattern", ["2:4", "transposable 2:4", "4x2", "fan_in"])
 def test_the_pattern_holds_after_every_step(name: str, pattern: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 2), nn.Flatten(), nn.Linear(32, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    options = {"sparsity": 0.5 if pattern == "2:4" else 0.7, "pattern": pattern}
+    options = {"sparsity": 0.5 if "2:4" in pattern else 0.7, "pattern": pattern}
     updates = {} if name == "static" else {"every": 2}
     topology = ALGORITHMS[name](**options, **updates).attach(model, optimizer, total_steps=24)
     masks = []
@@ -169,7 +222,7 @@ def test_the_pattern_holds_after_every_step(name: str, pattern: str) -> None:
     moved = any(not torch.equal(masks[0][layer], masks[-1][layer]) for layer in masks[0])
     assert moved == (name != "static")
     active = {layer: int(mask.sum()) for layer, mask in topology.masks.items()}
-    if pattern == "2:4":
+    if "2:4" in pattern:
         assert all(count == topology.masks[layer].numel() // 2 for layer, count in active.items())
     assert active == {layer.name: layer.final for layer in topology.layers}
 
@@ -252,7 +305,7 @@ def test_a_resumed_run_is_the_same_to_the_bit() -> None:
     [
         (lambda: eq.RigL(pattern="4:4", sparsity=0.5), 'pattern="4:4": n:m has fewer active weights than weights'),
         (lambda: eq.RigL(pattern="2:4"), 'sparsity=0.9: pattern="2:4" has sparsity=0.5'),
-        (lambda: eq.RigL(pattern="butterfly"), 'pattern="butterfly": expected n:m such as "2:4"'),
+        (lambda: eq.RigL(pattern="butterfly"), 'pattern="butterfly": expected "2:4", "transposable 2:4"'),
         (lambda: eq.RigL(pattern="1x1"), 'pattern="1x1": a block has several weights'),
         (lambda: eq.RigL(pattern="0x4"), 'pattern="0x4": a block has several weights'),
         (lambda: eq.RigL(pattern="16x1", min_fan_in=2), "min_fan_in=2: not with pattern"),
@@ -276,6 +329,6 @@ def test_yaml_reads_a_pattern_as_text() -> None:
     assert parse_yaml("{pattern: 2:4, steps: 12, rate: 1.5}", "x") == {"pattern": "2:4", "steps": 12, "rate": 1.5}
 
 
-@pytest.mark.parametrize("pattern", [NM(2, 4), Block(16, 1), FanIn()])
+@pytest.mark.parametrize("pattern", [NM(2, 4), Transposable(2, 4), Block(16, 1), FanIn()])
 def test_patterns_are_written_as_they_are_read(pattern: Pattern) -> None:
     assert parse_pattern(str(pattern)) == pattern
