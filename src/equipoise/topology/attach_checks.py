@@ -14,6 +14,7 @@ from equipoise.errors import UserError
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
 from equipoise.topology.bsr import BSRNet
+from equipoise.topology.selection import unwrap
 from equipoise.world import ALONE, World
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def check_attaching(
         owners: Topologies of weights that are already sparse.
     """
     _check_free(topology, owners)
+    _check_not_pruned(topology, unwrap(model))
     _check_optimizer(topology)
     _check_wrapper(topology, model)
     _check_window(topology)
@@ -63,6 +65,18 @@ def _check_free(topology: Topology, owners: Mapping[nn.Parameter, ReferenceType[
             raise UserError(
                 f'"{layer.name}" already belongs to a {type(owner.algorithm).__name__} topology; '
                 "call Topology.of(model).detach() first"
+            )
+
+
+def _check_not_pruned(topology: Topology, model: nn.Module) -> None:
+    """Refuse a weight that torch.nn.utils.prune multiplies by its own mask: its zeros are not in the parameter."""
+    buffers = {name for name, _ in model.named_buffers()}
+    for layer in topology.layers:
+        if f"{layer.name.removesuffix('_orig')}_mask" in buffers and layer.name.endswith("_orig"):
+            owner, _, leaf = layer.name.removesuffix("_orig").rpartition(".")
+            raise UserError(
+                f'"{owner}" is pruned by torch.nn.utils.prune; call prune.remove(module, "{leaf}") before attaching, '
+                "which makes its zeros permanent"
             )
 
 

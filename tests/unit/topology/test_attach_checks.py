@@ -100,6 +100,19 @@ def test_pruning_an_attached_model_is_warned_about_once(kind: str) -> None:
         )
 
 
+def test_a_pruned_layer_is_refused_before_attaching() -> None:
+    model = perceptron()
+    prune.l1_unstructured(model.last, "weight", 0.5)
+    before = model.last.weight_orig.detach().clone()
+    with pytest.raises(UserError) as error:
+        Static(sparsity=0.5).attach(model, sgd(model))
+    assert str(error.value) == (
+        '"last" is pruned by torch.nn.utils.prune; call prune.remove(module, "weight") before attaching, '
+        "which makes its zeros permanent"
+    )
+    assert torch.equal(model.last.weight_orig, before)
+
+
 def test_the_way_out_of_pruning_that_the_warning_names() -> None:
     model, optimizer, topology = make("static")
     prune.l1_unstructured(model.last, "weight", 30)
