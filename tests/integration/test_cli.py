@@ -155,12 +155,12 @@ def test_the_demo_fits_in_80_columns(run: Run, tmp_path: Path) -> None:
     assert header.split() == ["accuracy", "ema", "density", "explored", "variance", "passes", "seconds"]
     assert [re.split(r"  +", row)[0] for row in rows] == [
         *("dense", "static", "SET", "RigL"),
-        *("SET + AGENT", "SET + AGENT c*"),
+        *("SET + AGENT", "SET + AGENT c*", "fast"),
     ]
     assert "5.0 %" in rows[1]
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
     folders = sorted(path.name for path in (tmp_path / "demo").iterdir() if path.is_dir())
-    assert folders == ["dense", "rigl", "set", "set-agent", "set-agent-c", "static"]
+    assert folders == ["dense", "fast", "rigl", "set", "set-agent", "set-agent-c", "static"]
     assert run("show", "demo/set-agent").status == 0
 
 
