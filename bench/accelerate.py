@@ -30,8 +30,9 @@ from equipoise.analysis.units import Units, count_units
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology import ALGORITHMS, GraNet
 from equipoise.topology.distribution import DENSITY_RULES, er, erk
-from equipoise.training import Trainer, apply_overrides, make_recipe, parts, read_recipe
+from equipoise.training import Trainer, apply_overrides, make_recipe, parts, read_recipe, step
 from equipoise.training.evaluate import Score
+from equipoise.training.optimizers import OPTIMIZERS, SGDOptions
 
 UNITS_AFTER = (1, 2, 4, 8, 12)  # epochs after which dead units are counted
 UNITS_ON = 8  # batches
@@ -57,6 +58,38 @@ class GraNetPower(GraNet):
         return min(layer.active, layer.final + round(left))
 
 
+@dataclass(frozen=True, kw_only=True)
+class SGDNorm(SGDOptions):
+    """SGD with another learning rate for the biases of BatchNorm, by a factor."""
+
+    factor: float = 1.0
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        biases = [m.bias for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d)]
+        known = {id(bias) for bias in biases}
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+        decay = self.weight_decay
+        return [
+            {"params": others, "weight_decay": decay},
+            {"params": biases, "weight_decay": decay / self.factor, "factor": self.factor},
+        ]
+
+    def _make(self, groups: list[dict[str, Any]], lr: Any, *more: Any) -> torch.optim.Optimizer:
+        own = [{**group, "lr": lr.clone() if isinstance(lr, torch.Tensor) else lr} for group in groups]
+        return super()._make(own, lr, *more)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        rate = value * group.get("factor", 1.0)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+step.set_learning_rate = set_learning_rate  # type: ignore[attr-defined]
+OPTIMIZERS["sgdnorm"] = SGDNorm
 ALGORITHMS["granetpower"] = GraNetPower
 DENSITY_RULES["er-erk"] = lambda shape: (er(shape) * erk(shape)) ** 0.5
 DENSITY_RULES["er-uniform"] = lambda shape: er(shape) ** 0.5
@@ -123,6 +156,10 @@ GROUPS: dict[str, tuple[str, dict[str, ARM]]] = {
             "drop 0": ["topology.drop_fraction=0"],
             "linear curve": ["topology.name=granetpower-fast", "topology.power=1"],
             "curve of power 6": ["topology.name=granetpower-fast", "topology.power=6"],
+            "BatchNorm bias lr x 4": ["optimizer.name=sgdnorm", "optimizer.factor=4"],
+            "BatchNorm bias lr x 32": ["optimizer.name=sgdnorm", "optimizer.factor=32"],
+            "EMA 0.99": ["ema=0.99"],
+            "EMA 0.998": ["ema=0.998"],
             "batch 64": ["data.batch=64"],
             "no decay of biases and norms": ["optimizer.decay_all=false"],
             "momentum 0.95": ["optimizer.momentum=0.95"],
