@@ -38,8 +38,6 @@ class Algorithm:
             get a random mask. `random`: every weight gets a random mask.
         min_fan_in: Number of active weights that every unit keeps, if its layer has as many per unit. A unit is an
             entry of the first dimension of a weight.
-        rescale: Whether the initial weights of a layer are multiplied by 1/√density, so that its outputs vary as much
-            as those of the dense layer.
         seed: Seed of the initial mask and of random growth.
     """
 
@@ -51,7 +49,6 @@ class Algorithm:
     dense_last: bool = False
     initial_mask: Literal["nonzeros", "random"] = "nonzeros"
     min_fan_in: int = 0
-    rescale: bool = False
     seed: int = 0
 
     # Whether single layers have no fixed number of active weights, only the network.
@@ -169,10 +166,13 @@ class Dynamic(Algorithm):
     def fast(cls, **options: Any) -> Self:
         """Return the algorithm for a short training: ER densities, and an interval of updates that fits its length.
 
+        Every unit keeps a weight. A unit without inputs has no gradient and is never grown again; RigL at 99 % loses
+        a thousand units of VGG-C to this in 12 epochs, and some runs collapse.
+
         Args:
             **options: Fields of the algorithm that differ.
         """
-        return cls(**{"distribution": "er", "every": 0.02, **options})
+        return cls(**{"distribution": "er", "every": 0.02, "min_fan_in": 1, **options})
 
     def __post_init__(self) -> None:
         super().__post_init__()
