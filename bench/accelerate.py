@@ -30,8 +30,9 @@ from equipoise.analysis.units import Units, count_units
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology import ALGORITHMS, GraNet
 from equipoise.topology.distribution import DENSITY_RULES, er, erk
-from equipoise.training import Trainer, apply_overrides, make_recipe, parts, read_recipe
+from equipoise.training import Trainer, apply_overrides, make_recipe, parts, read_recipe, step
 from equipoise.training.evaluate import Score
+from equipoise.training.optimizers import OPTIMIZERS, SGDOptions
 
 UNITS_AFTER = (1, 2, 4, 8, 12)  # epochs after which dead units are counted
 UNITS_ON = 8  # batches
@@ -40,7 +41,8 @@ ARM = list[str]  # overrides of the recipe
 RIGL: ARM = ["topology.name=rigl-fast"]
 SET: ARM = ["topology.name=set-fast"]
 FIXED: ARM = ["topology.min_fan_in=1"]
-SCALED: ARM = ["topology.rescale=true"]
+LOOSE: ARM = ["topology.min_fan_in=0"]
+SCALED: ARM = ["rescale"]  # initial weights multiplied by 1/√density
 
 
 # Variants that are measured here before they become options
@@ -57,6 +59,38 @@ class GraNetPower(GraNet):
         return min(layer.active, layer.final + round(left))
 
 
+@dataclass(frozen=True, kw_only=True)
+class SGDNorm(SGDOptions):
+    """SGD with another learning rate for the biases of BatchNorm, by a factor."""
+
+    factor: float = 1.0
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        biases = [m.bias for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d)]
+        known = {id(bias) for bias in biases}
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+        decay = self.weight_decay
+        return [
+            {"params": others, "weight_decay": decay},
+            {"params": biases, "weight_decay": decay / self.factor, "factor": self.factor},
+        ]
+
+    def _make(self, groups: list[dict[str, Any]], lr: Any, *more: Any) -> torch.optim.Optimizer:
+        own = [{**group, "lr": lr.clone() if isinstance(lr, torch.Tensor) else lr} for group in groups]
+        return super()._make(own, lr, *more)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        rate = value * group.get("factor", 1.0)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+step.set_learning_rate = set_learning_rate  # type: ignore[attr-defined]
+OPTIMIZERS["sgdnorm"] = SGDNorm
 ALGORITHMS["granetpower"] = GraNetPower
 DENSITY_RULES["er-erk"] = lambda shape: (er(shape) * erk(shape)) ** 0.5
 DENSITY_RULES["er-uniform"] = lambda shape: er(shape) ** 0.5
@@ -69,13 +103,13 @@ GROUPS: dict[str, tuple[str, dict[str, ARM]]] = {
     "stability": (
         "vgg_c-fast",
         {
-            "RigL": RIGL,
+            "RigL": [*RIGL, *LOOSE],
             "RigL, fan-in 1": [*RIGL, *FIXED],
-            "RigL, rescaled": [*RIGL, *SCALED],
+            "RigL, rescaled": [*RIGL, *LOOSE, *SCALED],
             "RigL, fan-in 1, rescaled": [*RIGL, *FIXED, *SCALED],
-            "SET": SET,
+            "SET": [*SET, *LOOSE],
             "SET, fan-in 1": [*SET, *FIXED],
-            "GraNet": [],
+            "GraNet": LOOSE,
             "GraNet, fan-in 1": FIXED,
         },
     ),
@@ -84,17 +118,17 @@ GROUPS: dict[str, tuple[str, dict[str, ARM]]] = {
         "vgg_c-fast",
         {
             "RigL, fan-in 2": [*RIGL, "topology.min_fan_in=2"],
-            "RigL, revived": [*RIGL, "revive"],
-            "RigL, no warm-up": [*RIGL, "schedule.warmup=0"],
-            "RigL, warm-up 1/3": [*RIGL, "schedule.warmup=0.33"],
-            "RigL, drop 0.1": [*RIGL, "topology.drop_fraction=0.1"],
-            "RigL, lr 0.05": [*RIGL, "optimizer.lr=0.05"],
-            "RigL, clip 1": [*RIGL, "clip=1"],
-            "RigL, ERK": [*RIGL, "topology.distribution=erk"],
-            "SET, rescaled": [*SET, *SCALED],
+            "RigL, revived": [*RIGL, *LOOSE, "revive"],
+            "RigL, no warm-up": [*RIGL, *LOOSE, "schedule.warmup=0"],
+            "RigL, warm-up 1/3": [*RIGL, *LOOSE, "schedule.warmup=0.33"],
+            "RigL, drop 0.1": [*RIGL, *LOOSE, "topology.drop_fraction=0.1"],
+            "RigL, lr 0.05": [*RIGL, *LOOSE, "optimizer.lr=0.05"],
+            "RigL, clip 1": [*RIGL, *LOOSE, "clip=1"],
+            "RigL, ERK": [*RIGL, *LOOSE, "topology.distribution=erk"],
+            "SET, rescaled": [*SET, *LOOSE, *SCALED],
             "SET, fan-in 1, rescaled": [*SET, *FIXED, *SCALED],
             "GraNet, fan-in 2": ["topology.min_fan_in=2"],
-            "GraNet, rescaled": SCALED,
+            "GraNet, rescaled": [*LOOSE, *SCALED],
         },
     ),
     # Ingredients of the fast recipe, the decisive ones first.
@@ -123,6 +157,10 @@ GROUPS: dict[str, tuple[str, dict[str, ARM]]] = {
             "drop 0": ["topology.drop_fraction=0"],
             "linear curve": ["topology.name=granetpower-fast", "topology.power=1"],
             "curve of power 6": ["topology.name=granetpower-fast", "topology.power=6"],
+            "BatchNorm bias lr x 4": ["optimizer.name=sgdnorm", "optimizer.factor=4"],
+            "BatchNorm bias lr x 32": ["optimizer.name=sgdnorm", "optimizer.factor=32"],
+            "EMA 0.99": ["ema=0.99"],
+            "EMA 0.998": ["ema=0.998"],
             "batch 64": ["data.batch=64"],
             "no decay of biases and norms": ["optimizer.decay_all=false"],
             "momentum 0.95": ["optimizer.momentum=0.95"],
@@ -215,7 +253,7 @@ def run(job: tuple[str, str, int, ARM]) -> dict[str, Any]:
     words = [*arms[arm], *extra, f"seed={seed}"]
     for word in arms[arm]:
         recipe = word.removeprefix("recipe=") if word.startswith("recipe=") else recipe
-    overrides = [word for word in words if word != "revive" and not word.startswith("recipe=")]
+    overrides = [word for word in words if word not in ("revive", "rescale") and not word.startswith("recipe=")]
     torch._dynamo.reset()
     gc.collect()
     started = time.perf_counter()
@@ -223,6 +261,8 @@ def run(job: tuple[str, str, int, ARM]) -> dict[str, Any]:
     try:
         trainer = Scored(make_recipe(apply_overrides(read_recipe(recipe), overrides)))
         trainer.revives = "revive" in words
+        for layer in trainer.parts.topology.layers if "rescale" in words else ():
+            layer.parameter.detach().mul_((layer.size / layer.active) ** 0.5)
         result |= trainer.run_arm()
     except Exception as error:  # the other arms go on
         result["error"] = f"{type(error).__name__}: {error}"[:300]

@@ -43,8 +43,6 @@ class Algorithm:
         pattern: Structure of the active weights: `n:m` such as `2:4`, `transposable 2:4`, blocks of outputs x inputs
             such as `16x1`, or `fan_in`, the same number of weights for every output. Weights that do not divide stay
             dense.
-        rescale: Whether the initial weights of a layer are multiplied by 1/√density, so that its outputs vary as much
-            as those of the dense layer.
         seed: Seed of the initial mask and of random growth.
     """
 
@@ -57,9 +55,10 @@ class Algorithm:
     initial_mask: Literal["nonzeros", "random"] = "nonzeros"
     min_fan_in: int = 0
     pattern: str = ""
-    rescale: bool = False
     seed: int = 0
 
+    # Whether single layers have no fixed number of active weights, only the network.
+    global_budget: ClassVar[bool] = False
     # At which steps the algorithm needs the gradient of inactive weights.
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "never"
 
@@ -190,10 +189,14 @@ class Dynamic(Algorithm):
     def fast(cls, **options: Any) -> Self:
         """Return the algorithm for a short training: ER densities, and an interval of updates that fits its length.
 
+        Every unit keeps a weight. A unit without inputs has no gradient and is never grown again; RigL at 99 % loses
+        a thousand units of VGG-C to this in 12 epochs, and some runs collapse.
+
         Args:
             **options: Fields of the algorithm that differ.
         """
-        return cls(**{"distribution": "er", "every": 0.02, **options})
+        least = 0 if options.get("pattern") else 1  # a pattern has fixed counts
+        return cls(**{"distribution": "er", "every": 0.02, "min_fan_in": least, **options})
 
     def __post_init__(self) -> None:
         super().__post_init__()
