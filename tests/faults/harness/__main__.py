@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=20, help="number of runs in two processes to kill")
     parser.add_argument("--inputs", type=int, default=10_000, help="number of wrong inputs")
     parser.add_argument("--calls", type=int, default=3000, help="number of kernel calls under AddressSanitizer")
-    parser.add_argument("--threads", type=int, default=300, help="number of concurrent runs under ThreadSanitizer")
+    parser.add_argument("--threads", type=int, default=500, help="number of concurrent runs under ThreadSanitizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page", type=Path, help="the page to write")
     parser.add_argument("--overwrite", action="store_true", help="write the page even if stopped early")
