@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from equipoise.report.markup import Markup, join, table, tag
 from equipoise.report.words import UNKNOWN, gain_of, number, p_value, plural, value_of
-from equipoise.scores import SCORES
+from equipoise.scores import ALL_SCORES, SCORES
 from equipoise.studies.compare import (
     AXES,
     Axis,
@@ -90,7 +90,7 @@ def in_words(asked: Question) -> str:
     metric = asked.metric
     words = [metric if metric != "epochs-to" else f"epochs to {number(100 * (asked.threshold or 0))} %"]
     words += [f"epoch {asked.at}"] if asked.at is not None else []
-    words += [SCORES.get(asked.score, asked.score)] if asked.score != "plain" else []
+    words += [ALL_SCORES.get(asked.score, asked.score)] if asked.score != "plain" else []
     if isinstance(asked, Claim) and asked.margin:
         words.append(f"up to {gain_of(metric, Spread(asked.margin, None, 1)).lstrip('+')} worse counts as maintained")
     return ", ".join(words)

@@ -26,7 +26,7 @@ class Epoch:
     Attributes:
         epoch: The number of the epoch, from 1.
         step: Optimizer steps so far.
-        scores: Accuracy by score (see `SCORES`) on the images of `split`.
+        scores: Accuracy by score (see `ALL_SCORES`) on the images of `split`.
         passes: Passes over batches so far, by kind: forward, backward, attack.
         seconds: Training time so far; `None` if unknown.
         correction: What the correction reports: c, c_hat, weight, variance_left, ...
@@ -92,7 +92,7 @@ class Question:
     Attributes:
         metric: A name in `METRICS`.
         at: The epoch; `None` for the last one.
-        score: A name in `SCORES`.
+        score: A name in `ALL_SCORES`.
         threshold: The accuracy that `epochs-to` waits for.
     """
 
