@@ -96,8 +96,8 @@ class Design:
             raise UserError(f'no score is called "{asked.score}"{suggestion(asked.score, list(ALL_SCORES))}')
         if at is not None and metric not in BY_EPOCH:
             raise UserError(f"{metric} at epoch {at}: `at` needs a metric of single epochs: {', '.join(BY_EPOCH)}")
-        if metric == "stability" and at is not None and at < WINDOW:
-            raise UserError(f"stability at epoch {at}: it needs {WINDOW} epochs")
+        if metric in ("stability", "window-accuracy") and at is not None and at < WINDOW:
+            raise UserError(f"{metric} at epoch {at}: it needs {WINDOW} epochs")
         if metric == "epochs-to" and not 0 < (threshold or 0) <= 1:
             raise UserError(f"epochs-to needs a threshold between 0 and 1, such as 0.7, not {threshold}")
         if metric != "epochs-to" and threshold is not None:

@@ -108,7 +108,7 @@ class Passes:
         def mixed(*batch: Tensor) -> tuple[Tensor, Tensor]:
             with autocast(self._recipe.precision, self._device):
                 own, logits = objective.loss(self._model, *batch[:-1])
-                raw, _ = clean.loss(partial(without_statistics, self._model), batch[-1], batch[1])
+                raw, _ = clean.loss(lambda x: without_statistics(self._model, x), batch[-1], batch[1])
                 return torch.lerp(own, raw, raw_gradient), logits
 
         clean = objective if isinstance(objective, Standard) else Standard()

@@ -57,6 +57,16 @@ def test_stability_needs_a_window_and_ends_at_the_given_epoch() -> None:
     assert metric("stability", quiet_then_loud, at=4) is None
 
 
+@given(st.lists(SHARES, min_size=5, max_size=12), st.integers(5, 12))
+def test_window_accuracy_is_the_mean_of_five_epochs(values: list[float], at: int) -> None:
+    found = result("a", 0, values)
+    assert metric("window-accuracy", found) == pytest.approx(np.mean(values[-5:]))
+    expected = pytest.approx(np.convolve(values, np.ones(5) / 5, "valid")[at - 5]) if at <= len(values) else None
+    assert metric("window-accuracy", found, at=at) == expected
+    gap = replace(found, epochs=tuple(e for e in found.epochs if e.epoch != 4))
+    assert metric("window-accuracy", gap, at=5) is None
+
+
 def test_a_missing_epoch_is_not_ignored() -> None:
     whole = result("a", 0, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.9])
     gap = replace(whole, epochs=tuple(e for e in whole.epochs if e.epoch != 2))

@@ -234,6 +234,15 @@ def test_the_overlay_is_the_published_code() -> None:
     assert type(found.correction.coefficient).__name__ == "AsPublished"
 
 
+@pytest.mark.parametrize("objective", ["at", "trades", "mart", "mixed"])
+@pytest.mark.parametrize("correction", ["agent", "svrg", "fixed"])
+def test_a_correction_keeps_its_full_pass_in_adversarial_training(correction: str, objective: str) -> None:
+    """The overlay `agent` is the paper's method: g̃ on clean images, not the mean of earlier old gradients."""
+    trainer = made(correction=correction, objective={"name": objective, "steps": 1})
+    assert trainer.parts.correction.estimator.mode == "recompute"
+    assert trainer.parts.passes.full_pass_is_clean
+
+
 def test_nothing_is_published_by_default() -> None:
     options = make_recipe(recipe(correction="agent")).as_published
     assert not any(vars(options).values())
