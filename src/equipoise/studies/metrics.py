@@ -96,11 +96,18 @@ def _about_line(values: Sequence[float]) -> float:
 
 
 def epochs_to(result: Result, asked: Question) -> float | None:
-    """First epoch whose accuracy reaches `threshold`, infinity if none does; lower is better."""
+    """First epoch with a median accuracy of at least `threshold`, infinity if none has one; lower is better.
+
+    The median is over the epoch and the two before and after it, so that a lucky epoch does not count.
+    """
     if asked.threshold is None:
         return None
-    reached = (e.epoch for e in result.epochs if e.scores.get(asked.score, -1.0) >= asked.threshold)
-    return float(next(reached, math.inf))
+    known = {e.epoch: e.scores[asked.score] for e in result.epochs if asked.score in e.scores}
+    for epoch in sorted(known):
+        window = [known[near] for near in range(epoch - WINDOW // 2, epoch + WINDOW // 2 + 1) if near in known]
+        if np.median(window) >= asked.threshold:
+            return float(epoch)
+    return math.inf
 
 
 def _measured(key: str, description: str) -> Metric:

@@ -111,10 +111,6 @@ def test_every_table_and_figure_of_the_paper_has_studies_or_a_reason() -> None:
     assert all(f"Figure {i} " in f"{text} " for i in [*range(1, 16), *range(22, 34)])
     assert "Figures 16 to 21" in text
     assert all(f"Table {i} " in f"{text} " for i in range(1, 12))
-    for item in items:
-        claims = [claim.says for name in item.studies for claim in packaged(name).claims]
-        words = item.only.split("|")
-        assert any(word in says for word in words for says in claims) or item.why or not claims, item.item
 
 
 # Study files

@@ -1,6 +1,7 @@
 """Metrics against formulas written out by other means."""
 
 import math
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -78,9 +79,15 @@ def test_a_missing_epoch_is_not_ignored() -> None:
 
 
 @given(st.lists(SHARES, min_size=1, max_size=15), SHARES)
-def test_epochs_to_is_the_first_that_reaches(values: list[float], threshold: float) -> None:
-    expected = next((i + 1 for i in range(len(values)) if values[i] >= threshold), math.inf)
+def test_epochs_to_is_the_first_whose_median_of_five_reaches(values: list[float], threshold: float) -> None:
+    medians = [statistics.median(values[max(0, i - 2) : i + 3]) for i in range(len(values))]
+    expected = next((i for i, median in enumerate(medians, 1) if median >= threshold), math.inf)
     assert metric("epochs-to", result("a", 0, values), threshold=threshold) == expected
+
+
+def test_a_lucky_epoch_reaches_nothing() -> None:
+    assert metric("epochs-to", result("a", 0, [0.1, 0.1, 0.9, 0.1, 0.1, 0.2]), threshold=0.5) == math.inf
+    assert metric("epochs-to", result("a", 0, [0.1] * 4 + [0.5] * 6), threshold=0.5) == 5
 
 
 def test_accuracy_is_that_of_the_given_epoch() -> None:
