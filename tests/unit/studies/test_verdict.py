@@ -127,7 +127,7 @@ def test_a_run_that_diverged_later_counts_as_others_do() -> None:
 
 def test_measurements_at_the_end_are_unknown_for_a_run_that_diverged() -> None:
     found = with_lost(replace(result("B", 0, [0.3]), measured={"variance": 1.0}), lost("T", 0, [0.2]))
-    assert judge(found, Claim("", "B", "T", metric="variance")).why == "T has no variance"
+    assert judge(found, Claim("", "B", "T", metric="variance")).why == "T has no finished seed"
 
 
 # Runs that learned nothing
