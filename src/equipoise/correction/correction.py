@@ -64,6 +64,7 @@ class Correction:
         world: World | None = None,
         cost: float | None = None,
         gradients: Gradients | None = None,
+        bn_trace: bool = False,
     ) -> None:
         _check_arguments(estimator, model, topology)
         self.estimator = estimator
@@ -72,6 +73,7 @@ class Correction:
         self.total_steps = total_steps
         self.seed = seed
         self.cost = estimator.cost if cost is None else cost
+        self._bn_trace = bn_trace
         world = World.of(model) if world is None else world
         self.runner = Runner(model, self.topology, world, gradients or Gradients())
         self.coefficient = estimator.make_coefficient()
@@ -188,7 +190,7 @@ class Correction:
             self.estimate_cost(total).check(self.device)
         self.mode.start(vector, total if total >= 0 else None)
         if self.mode.full_pass:
-            with without_trace(self.model, self.device):
+            with without_trace(self.model, self.device, self._bn_trace):
                 self._full_pass.run(vector, batches, total, loss_fn, self.refreshes)
             self.mode.end_full_pass()
 
