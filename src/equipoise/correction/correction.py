@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.correction.accumulated import Accumulated
 from equipoise.correction.batches import Batches, LossFunction, as_tuple
 from equipoise.correction.coefficient import Linear, Weight
 from equipoise.correction.corrected_step import CorrectedStep
@@ -20,7 +21,7 @@ from equipoise.correction.gradients import Gradients
 from equipoise.correction.model_runner import Runner
 from equipoise.correction.modes import MODES, TABLE_TYPES
 from equipoise.correction.probe import Decision, decide
-from equipoise.correction.snapshot import without_trace
+from equipoise.correction.snapshot import RandomState, without_trace
 from equipoise.correction.state import copy_state
 from equipoise.errors import UserError
 from equipoise.topology import Topology
@@ -79,6 +80,7 @@ class Correction:
         self.decision: Decision | None = None
         self._full_pass = FullPass(estimator, self.runner, self.mode, self.coefficient, seed)
         self._step = CorrectedStep(self.runner, self.mode, self.coefficient)
+        self._accumulated = Accumulated(self.runner, self.mode)
         self._training: bool | None = None  # whether the model was in training mode at the last refresh
         self._check()
 
@@ -189,7 +191,7 @@ class Correction:
         """Count a step.
 
         Args:
-            passes: Its forward and backward passes, if an engine ran them without `backward`.
+            passes: Its forward and backward passes, if they ran outside of `backward`.
         """
         self.steps += 1
         self.steps_since_refresh += 1
@@ -210,18 +212,72 @@ class Correction:
             UserError: With `replay`, the batch is not the one that `refresh` was given for this step. Values on a GPU
                 are compared without waiting for it: the next `refresh`, `report` or `state_dict` raises the error.
         """
-        if scale < 1 and self.estimator.mode == "previous":
-            raise UserError(f"scale={scale}: MVR needs the whole batch of a step at once, without micro-batches")
+        self._check_scale(scale)
         if not self.corrects_next_step:
             loss = self.runner.backward(loss_fn, batch, scale)
             (loss,) = self.runner.all_reduce_mean(loss)
-        elif self._training is not None and self._training != self.model.training:
-            mode = "training" if self._training else "evaluation"
-            raise UserError(f"refresh ran in {mode} mode and this step does not; call model.train() before both")
         else:
+            self._check_training()
             loss = self._step.backward(loss_fn, batch, scale, index, self.weight)
         self.count_step()
         return loss
+
+    def before_forward(self) -> None:
+        """Prepare the forward pass of a loop that calls `correct`, so that both gradients share their dropout masks.
+
+        With `replay` it sets the random number generators to the state of the stored gradient, as `backward` does. A
+        model that draws no random numbers does not need it.
+        """
+        random = self.mode.random() if self.corrects_next_step else None
+        if random is not None:
+            random.restore()
+        self._accumulated.start(random or RandomState(self.device))
+
+    def correct(
+        self,
+        loss_fn: LossFunction,
+        *batch: Any,
+        scale: float = 1.0,
+        index: int | None = None,
+        loss: Tensor | None = None,
+    ) -> None:
+        """Correct the gradient in `.grad` after a backward pass of the caller.
+
+        For loops that call `loss.backward()` themselves, such as those of frameworks:
+
+            correction.before_forward()  # only if the model has dropout
+            loss_fn(model, x, y).backward()
+            correction.correct(loss_fn, x, y)
+
+        The numbers are those of `backward`. Call it after every backward pass, also when accumulating. With
+        DistributedDataParallel the wrapper averages the batch gradient and this method averages the correction.
+
+        Args:
+            loss_fn: Maps the model and the batch to the mean loss, computed as by the caller (autocast included).
+            *batch: The arguments of `loss_fn` after the model.
+            scale: Factor of the loss in the backward pass, as in `backward`.
+            index: Which of the fixed batches this is (SAGA).
+            loss: The mean loss that the caller has computed, without the factor. Only `running` with a loss
+                coefficient needs it, and runs the batch forward if it is not given.
+
+        Raises:
+            UserError: As in `backward`.
+        """
+        self._check_scale(scale)
+        if self.corrects_next_step:
+            self._check_training()
+            self._step.correct(loss_fn, batch, scale, index, self.weight, self._accumulated, loss)
+        self._accumulated.start(None)
+        self.count_step(passes=1)
+
+    def _check_scale(self, scale: float) -> None:
+        if scale < 1 and self.estimator.mode == "previous":
+            raise UserError(f"scale={scale}: MVR needs the whole batch of a step at once, without micro-batches")
+
+    def _check_training(self) -> None:
+        if self._training is not None and self._training != self.model.training:
+            mode = "training" if self._training else "evaluation"
+            raise UserError(f"refresh ran in {mode} mode and this step does not; call model.train() before both")
 
     # Report and state
 

@@ -72,6 +72,10 @@ class Gradients:
         """Return the accumulated gradients as an active vector."""
         return vector.pack_gradients([p.grad for p in vector.parameters])
 
+    def read_or_none(self, vector: ActiveVector) -> Tensor | None:
+        """Like `read`; `None` if nothing was accumulated yet in this step."""
+        return None if self.is_empty(vector.parameters) else self.read(vector)
+
     @torch.no_grad()
     def add(self, vector: ActiveVector, delta: Tensor) -> None:
         """Add an active vector to the accumulated gradients.
