@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 import equipoise as eq
 from distributed_helpers import Processes, largest_difference
@@ -35,7 +35,8 @@ def lightning_runs(world: World, folder: str) -> list[dict[str, Any]]:
     from lightning_helpers import Module, fit
 
     def run(name: str, **more: Any) -> dict[str, Any]:
-        loader = torch.utils.data.DataLoader(data(), batch_size=BATCH // 2)
+        sampler: Any = DistributedSampler(data(), shuffle=False)  # Lightning's would shuffle
+        loader = DataLoader(data(), batch_size=BATCH // 2, sampler=sampler)
         options = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP, "devices": 2, "strategy": DDPStrategy()}
         module, sparse, trainer = fit(
             Path(folder) / name, AGENT, module=Module(network()), loader=loader, **options, **more

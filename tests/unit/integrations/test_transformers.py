@@ -86,13 +86,12 @@ def test_a_trainer_resumes_from_a_folder_that_was_moved(tmp_path: Path) -> None:
 
 
 def test_masks_are_those_of_the_best_model_at_the_end(tmp_path: Path) -> None:
-    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "steps"}
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    at_steps: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 4, "eval_steps": 4}
     model = Model()
     trainer = SparseTrainer(
         model,
-        arguments(
-            tmp_path, **best, save_strategy="steps", save_steps=4, eval_steps=4, greater_is_better=True
-        ),  # the first
+        arguments(tmp_path, **best, **at_steps, greater_is_better=True),  # the highest loss is an early one
         train_dataset=rows(),
         eval_dataset=rows(),
         optimizers=(torch.optim.SGD(model.parameters(), lr=0.5), None),
