@@ -28,11 +28,14 @@ class Algorithm:
     Args:
         sparsity: Fraction of the chosen weights that is zero.
         distribution: How the active weights are distributed over the layers: `erk`, `er`, `uniform`, `bsr`, or
-            explicit densities by name pattern or in layer order.
+            explicit densities by name pattern or in layer order. `nonzeros` keeps the weights of a pruned model.
         include: Name patterns and module types of the weights to make sparse; replaces the default types.
         exclude: Name patterns and module types of weights that stay dense.
         dense_first: Whether the first of these weights stays dense.
         dense_last: Whether the last of these weights stays dense.
+        initial_mask: Which weights are active at the start. `nonzeros`: a weight that already has zeros keeps its
+            nonzeros, the largest if the budget is smaller, and random ones are added if it is larger; other weights
+            get a random mask. `random`: every weight gets a random mask.
         seed: Seed of the initial mask and of random growth.
     """
 
@@ -42,6 +45,7 @@ class Algorithm:
     exclude: tuple[Selector, ...] = ()
     dense_first: bool = False
     dense_last: bool = False
+    initial_mask: Literal["nonzeros", "random"] = "nonzeros"
     seed: int = 0
 
     # At which steps the algorithm needs the gradient of inactive weights.
@@ -53,6 +57,8 @@ class Algorithm:
             object.__setattr__(self, name, as_selectors(getattr(self, name)))
         if not 0 <= self.sparsity < 1:
             raise UserError(f"sparsity={self.sparsity}: the fraction of zero weights must be in [0, 1), such as 0.9")
+        if self.initial_mask not in ("nonzeros", "random"):
+            raise UserError(f'initial_mask="{self.initial_mask}": expected "nonzeros" or "random"')
 
     def _check_numbers(self) -> None:
         """Refuse a number in quotes, which would fail later with an unclear message."""
@@ -63,6 +69,8 @@ class Algorithm:
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int | None = None) -> Topology:
         """Make the model sparse and keep it sparse at every step of the optimizer.
+
+        A model that is already sparse keeps its nonzeros, see `initial_mask`; a warning says if some are lost.
 
         Args:
             model: The model. Its weights stay plain parameters with unchanged names.

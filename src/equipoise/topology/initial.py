@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,9 @@ from torch import Tensor, nn
 from equipoise.errors import UserError
 from equipoise.seeds import derive
 from equipoise.topology.algorithm import Algorithm
-from equipoise.topology.selection import select
+from equipoise.topology.selection import select, unwrap
+
+FEW_ZEROS = 1e-4  # fraction of a dense weight that may be zero by chance
 
 
 class Planned(NamedTuple):
@@ -22,6 +26,7 @@ class Planned(NamedTuple):
         initial: Number of active weights at the start.
         final: Number of active weights at the end.
         active: Flat indices of the weights that are active at the start, in no order.
+        nonzeros: Number of weights that are not zero if the weight is already sparse; 0 if it is dense.
     """
 
     name: str
@@ -29,12 +34,14 @@ class Planned(NamedTuple):
     initial: int
     final: int
     active: Tensor
+    nonzeros: int
 
 
 def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
     """Return the weights that the algorithm makes sparse. The plan is the same on every device and in every storage."""
     if algorithm.sparsity == 0 and isinstance(algorithm.distribution, str):
         return []
+    model = unwrap(model)
     chosen = select(model, algorithm.include, algorithm.exclude, algorithm.dense_first, algorithm.dense_last)
     shapes = {name: tuple(weight.shape) for name, weight in chosen.items()}
     initial, final = algorithm.initial_counts(shapes, model), algorithm.final_counts(shapes, model)
@@ -45,6 +52,40 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
     planned = []
     for name, weight in chosen.items():
         generator.manual_seed(derive(algorithm.seed, "mask", name))
-        active = torch.randperm(weight.numel(), generator=generator)[: initial[name]]
-        planned.append(Planned(name, weight, initial[name], final[name], active))
+        order, budget = torch.randperm(weight.numel(), generator=generator), initial[name]
+        kept = None if algorithm.initial_mask == "random" else _magnitudes(weight, budget)
+        active = order[:budget] if kept is None else _largest(kept, order, budget)
+        nonzeros = 0 if kept is None else int(torch.count_nonzero(kept))
+        planned.append(Planned(name, weight, budget, final[name], active, nonzeros))
     return planned
+
+
+def _magnitudes(weight: Tensor, budget: int) -> Tensor | None:
+    """Magnitudes of a weight that is already sparse, as a vector on the CPU; `None` if it is dense.
+
+    A few zeros do not make a weight sparse, unless the budget is exactly its nonzeros: uniform numbers of a type with
+    rounding error ε are zero with a probability of about ε.
+    """
+    nonzeros = int(torch.count_nonzero(weight))
+    few = weight.numel() * max(FEW_ZEROS, 4 * torch.finfo(weight.dtype).eps)
+    if weight.numel() - nonzeros <= few and nonzeros != budget:
+        return None
+    return weight.detach().abs().reshape(-1).cpu()
+
+
+def _largest(magnitudes: Tensor, order: Tensor, count: int) -> Tensor:
+    """Flat indices of the `count` largest magnitudes; equal ones, such as zeros, in the given order."""
+    return order[magnitudes[order].sort(descending=True, stable=True).indices[:count]]
+
+
+def warn_about_lost(algorithm: Algorithm, plan: Sequence[Planned], stacklevel: int) -> None:
+    """Warn if the initial mask sets weights of sparse layers to zero."""
+    lost = {layer.name: layer.nonzeros - layer.initial for layer in plan if layer.nonzeros > layer.initial}
+    if lost:
+        nonzeros = sum(layer.nonzeros for layer in plan if layer.name in lost)
+        which = f'"{next(iter(lost))}"' + (f" and {len(lost) - 1} more layers" if len(lost) > 1 else "")
+        warnings.warn(
+            f"{which} had {nonzeros:,} nonzero weights, more than sparsity={algorithm.sparsity} allows: the smallest "
+            f'{sum(lost.values()):,} are set to zero; distribution="nonzeros" keeps all of them',
+            stacklevel=stacklevel + 1,
+        )

@@ -21,7 +21,7 @@ from equipoise.topology.attach_checks import check_attaching, check_state
 from equipoise.topology.followers import Follower, Followers
 from equipoise.topology.growth import GrowthGradients
 from equipoise.topology.hooks import Hooks
-from equipoise.topology.initial import plan_layers
+from equipoise.topology.initial import plan_layers, warn_about_lost
 from equipoise.topology.optimizer_state import SkippedStep, loss_scale, restart_lbfgs, start_rprop
 from equipoise.topology.packing import packed_weights
 from equipoise.topology.rewiring import make_rewiring
@@ -365,7 +365,9 @@ def _sparse_weights(
     stretches = [] if flat is None else flat.stretches
     vectors = {id(stretch): MaskedTensor(stretch, shared=True, compile=compile) for stretch in stretches}
     layers: list[SparseWeight] = []
-    for planned in plan_layers(algorithm, model):
+    plan = plan_layers(algorithm, model)
+    warn_about_lost(algorithm, plan, stacklevel=4)  # the caller of attach()
+    for planned in plan:
         masked = vectors[id(flat.stretch_of(planned.weight))] if flat is not None else None
         layers.append(MaskedWeight(planned.name, planned.weight, planned.active, planned.final, masked, flat))
     return layers

@@ -138,6 +138,8 @@ class Recipe:
             `adversarial`, attacked at the snapshot. Without this key the correction is `running`, which needs no
             full pass.
         clip: Largest gradient norm; 0 for no clipping.
+        weights: File of pretrained weights: a state_dict (`.pt`, `.safetensors`) or an exported network. Reading it
+            executes no code. With the topology `{name: static, distribution: nonzeros}` its zeros stay zero.
         checkpoint: When checkpoints are written, see `CheckpointOptions`.
         rollback: What happens if a loss or gradient is not finite, see `RollbackOptions`.
         raw: The mapping that the recipe was made from. It is saved in the run folder.
@@ -161,6 +163,7 @@ class Recipe:
     bn_recalibration_batches: int = 32
     full_pass: Literal["clean", "adversarial"] = "clean"
     clip: float = 0.0
+    weights: str | None = None
     checkpoint: CheckpointOptions = CheckpointOptions()
     rollback: RollbackOptions = field(default_factory=RollbackOptions)
     raw: Mapping[str, Any] = field(default_factory=dict)
@@ -197,6 +200,9 @@ MAY_CHANGE = (
     "storage",  # checkpoints are converted
     "data.root",
     "data.workers",
+    # the start, which a checkpoint replaces; the file may have moved
+    "topology.initial_mask",
+    "weights",
     # what is written and scored, which has no effect on the training
     "checkpoint",
     "data.test_batch",
