@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +17,8 @@ from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -23,6 +26,8 @@ from transformers import (
 
 from equipoise.integrations.transformers import SparseTrainer, SparseTraining
 from framework_helpers import BATCH, BATCHES, CLIP, EPOCHS, RATE, data, network, topology
+
+gc.freeze()  # every training of accelerate collects garbage, which takes a second with all that is imported here
 
 
 class Model(nn.Module):
@@ -65,6 +70,12 @@ def bert() -> BertForSequenceClassification:
     torch.manual_seed(3)
     sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 8}
     return BertForSequenceClassification(BertConfig(num_hidden_layers=1, num_attention_heads=2, **sizes))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
 class StopAfter(TrainerCallback):

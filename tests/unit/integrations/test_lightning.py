@@ -11,9 +11,7 @@ from torch.utils.data import DataLoader
 
 import equipoise as eq
 from equipoise.errors import UserError
-from equipoise.integrations.lightning import SparseTraining
 from framework_helpers import BATCH, BATCHES, CLIP, assert_equal, data, network, own_loop, topology, weights
-from lightning_helpers import Module, fit
 
 pytestmark = pytest.mark.xdist_group("frameworks")
 
@@ -28,11 +26,11 @@ CORRECTIONS = {
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_fit_is_the_same_training_as_a_plain_loop(tmp_path: Path, name: str, accumulated: int) -> None:
-    module, sparse, trainer = fit(
+def test_fit_is_the_same_training_as_a_plain_loop(lit: Any, tmp_path: Path, name: str, accumulated: int) -> None:
+    module, sparse, trainer = lit.fit(
         tmp_path, CORRECTIONS[name], accumulate_grad_batches=accumulated, gradient_clip_val=CLIP
     )
-    expected, expected_topology = own_loop(Module(network()), CORRECTIONS[name], accumulated)
+    expected, expected_topology = own_loop(lit.Module(network()), CORRECTIONS[name], accumulated)
     assert_equal(weights(module), expected)
     assert sparse.topology is not None
     assert sparse.topology.updates == expected_topology.updates > 2
@@ -65,13 +63,13 @@ class ResumableLoader(DataLoader[Any]):
 @pytest.mark.parametrize("name", ["none", "agent", "replay"])
 @pytest.mark.parametrize("stop_after", [2 * BATCHES, 2 * BATCHES + 4])
 def test_a_resumed_fit_ends_with_the_weights_of_an_uninterrupted_one(
-    tmp_path: Path, name: str, stop_after: int
+    lit: Any, tmp_path: Path, name: str, stop_after: int
 ) -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP, "precision": "bf16-mixed"}
 
     def run(folder: str, **more: Any) -> Any:
         loader = ResumableLoader(data(), batch_size=BATCH)
-        return fit(tmp_path / folder, CORRECTIONS[name], loader=loader, **options, **more)
+        return lit.fit(tmp_path / folder, CORRECTIONS[name], loader=loader, **options, **more)
 
     whole, whole_sparse, _ = run("whole")
     *_, broken = run("broken", stop_after=stop_after)
@@ -83,74 +81,72 @@ def test_a_resumed_fit_ends_with_the_weights_of_an_uninterrupted_one(
     assert sparse.topology.exploration == whole_sparse.topology.exploration
 
 
-def test_a_packed_model_is_fitted_and_resumed(tmp_path: Path) -> None:
-    def packed() -> Module:
-        return Module(eq.sparse.pack(network().float(), topology()))
+def test_a_packed_model_is_fitted_and_resumed(lit: Any, tmp_path: Path) -> None:
+    def packed() -> Any:
+        return lit.Module(eq.sparse.pack(network().float(), topology()))
 
     x, y = data().tensors
     loader = DataLoader(torch.utils.data.TensorDataset(x.float(), y), batch_size=BATCH)
-    whole, sparse, _ = fit(tmp_path / "whole", module=packed(), loader=loader)
+    whole, sparse, _ = lit.fit(tmp_path / "whole", module=packed(), loader=loader)
     assert sparse.topology is not None
     assert sparse.topology.storage == "packed"
-    fit(tmp_path / "broken", module=packed(), loader=loader, stop_after=2 * BATCHES)
-    resumed, *_ = fit(
+    lit.fit(tmp_path / "broken", module=packed(), loader=loader, stop_after=2 * BATCHES)
+    resumed, *_ = lit.fit(
         tmp_path / "broken", module=packed(), loader=loader, resume=str(tmp_path / "broken" / "last.ckpt")
     )
     assert_equal(weights(resumed), weights(whole))
 
 
-def test_passes_of_the_correction_are_not_logged(tmp_path: Path) -> None:
-    *_, plain = fit(tmp_path / "plain", eq.FixedC(coefficient={"value": 0.0}))
-    *_, trainer = fit(tmp_path / "corrected")
+def test_passes_of_the_correction_are_not_logged(lit: Any, tmp_path: Path) -> None:
+    *_, plain = lit.fit(tmp_path / "plain", eq.FixedC(coefficient={"value": 0.0}))
+    *_, trainer = lit.fit(tmp_path / "corrected")
     assert float(plain.callback_metrics["loss"]) == float(trainer.callback_metrics["loss"])
 
 
-def test_the_loss_of_the_correction_may_be_another_function(tmp_path: Path) -> None:
+def test_the_loss_of_the_correction_may_be_another_function(lit: Any, tmp_path: Path) -> None:
     seen = []
 
-    def loss_fn(module: Module, batch: Any, batch_idx: int) -> torch.Tensor:
+    def loss_fn(module: Any, batch: Any, batch_idx: int) -> torch.Tensor:
         seen.append(batch_idx)
         return module.training_step(batch, batch_idx)
 
-    sparse = SparseTraining(topology(), eq.SVRG(), loss_fn=loss_fn)
-    fit(tmp_path, sparse=sparse, stop_after=BATCHES)
+    sparse = lit.SparseTraining(topology(), eq.SVRG(), loss_fn=loss_fn)
+    lit.fit(tmp_path, sparse=sparse, stop_after=BATCHES)
     assert seen == [*range(BATCHES), *range(BATCHES)]  # the full pass, then one pass for each step
 
 
-def test_the_hooks_are_gone_after_fit(tmp_path: Path) -> None:
-    module, sparse, _ = fit(tmp_path, stop_after=1)
+def test_the_hooks_are_gone_after_fit(lit: Any, tmp_path: Path) -> None:
+    module, sparse, _ = lit.fit(tmp_path, stop_after=1)
     assert sparse.topology is not None
     assert not sparse.topology.attached
     assert eq.Topology.of(module) is None
 
 
-def test_a_checkpoint_of_a_dense_run_is_refused(tmp_path: Path) -> None:
-    from lightning_helpers import pl
-
-    dense = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, default_root_dir=tmp_path)
-    dense.fit(Module(network()), DataLoader(data(), batch_size=BATCH))
+def test_a_checkpoint_of_a_dense_run_is_refused(lit: Any, tmp_path: Path) -> None:
+    dense = lit.pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    dense.fit(lit.Module(network()), DataLoader(data(), batch_size=BATCH))
     dense.save_checkpoint(tmp_path / "dense.ckpt")
     with pytest.raises(UserError, match=r"saved without SparseTraining.*without ckpt_path"):
-        fit(tmp_path, resume=str(tmp_path / "dense.ckpt"))
+        lit.fit(tmp_path, resume=str(tmp_path / "dense.ckpt"))
 
 
-def test_a_checkpoint_with_another_correction_is_refused(tmp_path: Path) -> None:
-    fit(tmp_path, stop_after=BATCHES)
+def test_a_checkpoint_with_another_correction_is_refused(lit: Any, tmp_path: Path) -> None:
+    lit.fit(tmp_path, stop_after=BATCHES)
     with pytest.raises(UserError, match="saved without a correction"):
-        fit(tmp_path, eq.Agent(), resume=str(tmp_path / "last.ckpt"))
+        lit.fit(tmp_path, eq.Agent(), resume=str(tmp_path / "last.ckpt"))
 
 
-def test_two_optimizers_are_refused(tmp_path: Path) -> None:
-    class Two(Module):
+def test_two_optimizers_are_refused(lit: Any, tmp_path: Path) -> None:
+    class Two(lit.Module):
         automatic_optimization = False
 
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.model[0], self.model[3])]
 
     with pytest.raises(UserError, match="one optimizer and configure_optimizers returns 2"):
-        fit(tmp_path, module=Two(network()))
+        lit.fit(tmp_path, module=Two(network()))
 
 
-def test_saga_is_refused() -> None:
+def test_saga_is_refused(lit: Any) -> None:
     with pytest.raises(UserError, match="SAGA needs the same batches"):
-        SparseTraining(topology(), eq.SAGA())
+        lit.SparseTraining(topology(), eq.SAGA())

@@ -12,7 +12,6 @@ import torch
 import equipoise as eq
 from equipoise.errors import UserError
 from framework_helpers import BATCHES, EPOCHS, assert_equal, own_loop, topology, weights
-from transformers_helpers import Model, SparseTrainer, arguments, bert, rows, sentences, train
 
 pytestmark = pytest.mark.xdist_group("frameworks")
 
@@ -27,14 +26,14 @@ CORRECTIONS = {
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_train_is_the_same_training_as_a_plain_loop(tmp_path: Path, name: str, accumulated: int) -> None:
-    trainer, sparse = train(
+def test_train_is_the_same_training_as_a_plain_loop(hf: Any, tmp_path: Path, name: str, accumulated: int) -> None:
+    trainer, sparse = hf.train(
         tmp_path,
         CORRECTIONS[name],
         gradient_accumulation_steps=accumulated,
         train_sampling_strategy="sequential",
     )
-    expected, expected_topology = own_loop(Model(), CORRECTIONS[name], accumulated)
+    expected, expected_topology = own_loop(hf.Model(), CORRECTIONS[name], accumulated)
     assert_equal(weights(trainer.model), expected)
     assert sparse.topology is not None
     assert sparse.topology.updates == expected_topology.updates > 2
@@ -47,13 +46,15 @@ def test_train_is_the_same_training_as_a_plain_loop(tmp_path: Path, name: str, a
 
 @pytest.mark.parametrize(("name", "stop_after"), [("none", 8), ("agent", 8), ("replay", 6)])
 def test_a_resumed_training_ends_with_the_weights_of_an_uninterrupted_one(
-    tmp_path: Path, name: str, stop_after: int
+    hf: Any, tmp_path: Path, name: str, stop_after: int
 ) -> None:
     """A BERT with dropout, AdamW, shuffled batches of which two are accumulated, bf16 and clipping."""
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "bf16": True, "learning_rate": 0.01}
 
     def run(folder: str, **more: Any) -> Any:
-        return train(tmp_path / folder, CORRECTIONS[name], model=bert(), dataset=sentences(), **options, **more)
+        return hf.train(
+            tmp_path / folder, CORRECTIONS[name], model=hf.bert(), dataset=hf.sentences(), **options, **more
+        )
 
     whole, whole_sparse = run("whole")
     run("broken", stop_after=stop_after)
@@ -64,10 +65,10 @@ def test_a_resumed_training_ends_with_the_weights_of_an_uninterrupted_one(
     assert sparse.topology.exploration == whole_sparse.topology.exploration
 
 
-def test_the_callback_alone_attaches_logs_and_resumes(tmp_path: Path) -> None:
-    whole, sparse = train(tmp_path / "whole", callback=True)
-    train(tmp_path / "broken", callback=True, stop_after=7)
-    resumed, again = train(tmp_path / "broken", callback=True, resume=True)
+def test_the_callback_alone_attaches_logs_and_resumes(hf: Any, tmp_path: Path) -> None:
+    whole, sparse = hf.train(tmp_path / "whole", callback=True)
+    hf.train(tmp_path / "broken", callback=True, stop_after=7)
+    resumed, again = hf.train(tmp_path / "broken", callback=True, resume=True)
     assert_equal(weights(resumed.model), weights(whole.model))
     assert again.topology is not None
     assert sparse.topology is not None
@@ -75,25 +76,25 @@ def test_the_callback_alone_attaches_logs_and_resumes(tmp_path: Path) -> None:
     assert resumed.state.log_history[-2]["density"] == pytest.approx(0.3, abs=0.01)
 
 
-def test_a_trainer_resumes_from_a_folder_that_was_moved(tmp_path: Path) -> None:
-    whole, _ = train(tmp_path / "whole")
-    train(tmp_path / "broken", stop_after=7)
+def test_a_trainer_resumes_from_a_folder_that_was_moved(hf: Any, tmp_path: Path) -> None:
+    whole, _ = hf.train(tmp_path / "whole")
+    hf.train(tmp_path / "broken", stop_after=7)
     shutil.move(tmp_path / "broken" / "checkpoint-7", tmp_path / "moved")
-    resumed, _ = train(tmp_path / "other", resume=str(tmp_path / "moved"))
+    resumed, _ = hf.train(tmp_path / "other", resume=str(tmp_path / "moved"))
     assert_equal(weights(resumed.model), weights(whole.model))
     with pytest.raises(UserError, match=r"there is no .*checkpoint-7/equipoise.safetensors.*resume_from=FOLDER"):
-        train(tmp_path / "another", callback=True, resume=str(tmp_path / "moved"))
+        hf.train(tmp_path / "another", callback=True, resume=str(tmp_path / "moved"))
 
 
-def test_masks_are_those_of_the_best_model_at_the_end(tmp_path: Path) -> None:
+def test_masks_are_those_of_the_best_model_at_the_end(hf: Any, tmp_path: Path) -> None:
     best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
     at_steps: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 4, "eval_steps": 4}
-    model = Model()
-    trainer = SparseTrainer(
+    model = hf.Model()
+    trainer = hf.SparseTrainer(
         model,
-        arguments(tmp_path, **best, **at_steps, greater_is_better=True),  # the highest loss is an early one
-        train_dataset=rows(),
-        eval_dataset=rows(),
+        hf.arguments(tmp_path, **best, **at_steps, greater_is_better=True),  # the highest loss is an early one
+        train_dataset=hf.rows(),
+        eval_dataset=hf.rows(),
         optimizers=(torch.optim.SGD(model.parameters(), lr=0.5), None),
         topology=topology(),
     )
@@ -105,11 +106,11 @@ def test_masks_are_those_of_the_best_model_at_the_end(tmp_path: Path) -> None:
         assert torch.count_nonzero(weight) > 0.9 * mask.sum()  # those just grown are zero
 
 
-def test_a_callback_cannot_correct(tmp_path: Path) -> None:
+def test_a_callback_cannot_correct(hf: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"does not see the batches.*use SparseTrainer"):
-        train(tmp_path, eq.Agent(), callback=True)
+        hf.train(tmp_path, eq.Agent(), callback=True)
 
 
-def test_mvr_takes_no_accumulated_batches(tmp_path: Path) -> None:
+def test_mvr_takes_no_accumulated_batches(hf: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="gradient_accumulation_steps=1"):
-        train(tmp_path, eq.MVR(), gradient_accumulation_steps=2)
+        hf.train(tmp_path, eq.MVR(), gradient_accumulation_steps=2)
