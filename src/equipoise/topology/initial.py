@@ -83,7 +83,7 @@ def warn_about_lost(algorithm: Algorithm, plan: Sequence[Planned], stacklevel: i
     lost = {layer.name: layer.nonzeros - layer.initial for layer in plan if layer.nonzeros > layer.initial}
     if lost:
         nonzeros = sum(layer.nonzeros for layer in plan if layer.name in lost)
-        which = f'"{next(iter(lost))}"' + (f" and {len(lost) - 1} more layers" if len(lost) > 1 else "")
+        which = f'"{next(iter(lost))}"' + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
         warnings.warn(
             f"{which} had {nonzeros:,} nonzero weights, more than sparsity={algorithm.sparsity} allows: the smallest "
             f'{sum(lost.values()):,} are set to zero; distribution="nonzeros" keeps all of them',
