@@ -23,7 +23,7 @@ STOP = BATCHES // 2 + 2  # optimizer steps of two accumulated batches: inside th
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Processes]:
-    found = Processes(2, preload=("lightning_helpers", "transformers_helpers"))
+    found = Processes(2, preload=("lightning.pytorch", "transformers.trainer", "equipoise.training"))
     yield found
     found.end()
 

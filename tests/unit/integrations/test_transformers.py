@@ -86,6 +86,13 @@ def test_a_trainer_resumes_from_a_folder_that_was_moved(hf: Any, tmp_path: Path)
         hf.train(tmp_path / "another", callback=True, resume=str(tmp_path / "moved"))
 
 
+def test_a_callback_that_finds_the_state_of_another_run_refuses_it(hf: Any, tmp_path: Path) -> None:
+    hf.train(tmp_path / "one", callback=True, stop_after=7)
+    hf.train(tmp_path / "two", callback=True, stop_after=7, data_seed=1)
+    with pytest.raises(UserError, match="does not have the values of the loaded topology"):
+        hf.train(tmp_path / "one", callback=True, resume=str(tmp_path / "two" / "checkpoint-7"))
+
+
 def test_masks_are_those_of_the_best_model_at_the_end(hf: Any, tmp_path: Path) -> None:
     best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
     at_steps: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 4, "eval_steps": 4}
