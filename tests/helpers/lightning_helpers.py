@@ -55,12 +55,13 @@ def fit(
     loader: Any = None,
     stop_after: int = 0,
     resume: str | None = None,
+    every: int = 1,
     **options: Any,
 ) -> tuple[Module, SparseTraining, pl.Trainer]:
-    """Fit the problem; `last.ckpt` in the folder is the checkpoint of the last batch."""
+    """Fit the problem; `last.ckpt` in the folder is the last checkpoint, of a batch or, with `every=0`, of an epoch."""
     module = module or Module(network())
     sparse = sparse or SparseTraining(topology(), correction)
-    last = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=0)
+    last = ModelCheckpoint(folder, every_n_train_steps=every, every_n_epochs=1 - every, save_last=True, save_top_k=0)
     stop = [StopAfter(stop_after)] if stop_after else []
     quietly = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     with quiet():

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -38,9 +41,10 @@ class SparseTraining(Attachment, Callback):
         trainer = Trainer(max_epochs=90, callbacks=[SparseTraining(eq.RigL(sparsity=0.9), eq.Agent())])
         trainer.fit(module, loader)
 
-    All state is part of Lightning's checkpoints. `trainer.fit(..., ckpt_path=FILE)` ends with the weights of an
-    uninterrupted run if both see the same batches; Lightning does not save the state of random number generators.
-    `density`, `exploration` and numbers of the correction are logged after every epoch.
+    All state is part of Lightning's checkpoints, also that of the random number generators, which Lightning does not
+    save. `trainer.fit(..., ckpt_path=FILE)` ends with the weights of an uninterrupted run if the checkpoint was saved
+    at the end of an epoch; inside an epoch Lightning needs a loader with `state_dict`. `density`, `exploration` and
+    numbers of the correction are logged after every epoch.
 
     A correction runs `training_step` also at old weights and, at the start of an epoch, on all batches. What
     `training_step` logs there is dropped. If it changes anything else, such as metrics, give a `loss_fn` that does
@@ -82,10 +86,14 @@ class SparseTraining(Attachment, Callback):
                 f"SparseTraining follows one optimizer and configure_optimizers returns {len(trainer.optimizers)}; "
                 "attach one topology to each optimizer in on_train_start instead"
             )
-        model = trainer.model
-        steps = trainer.estimated_stepping_batches
+        model, steps, loaded = trainer.model, trainer.estimated_stepping_batches, self._loaded
         planned = int(steps) if math.isfinite(steps) else None
         self.attach(model, trainer.optimizers[0], planned, World.of(model), trainer.accumulate_grad_batches)
+        if loaded is not None and len(loaded["random"]) == trainer.world_size:
+            _restore_random(loaded["random"][trainer.global_rank])
+            if trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.num_training_batches == 0:
+                # The next epoch draws its order. Lightning has drawn it before, from another random state.
+                iter(trainer.fit_loop._data_fetcher)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, *_: Any
@@ -101,6 +109,12 @@ class SparseTraining(Attachment, Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pl_module.log_dict(self.metrics(), sync_dist=trainer.world_size > 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self.topology is not None:
+            state["random"] = self.topology.world.gather_object(_random_state())
+        return state
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batch = None
@@ -159,3 +173,22 @@ def _silent(module: LightningModule) -> Iterator[None]:
         yield
     finally:
         del module.log
+
+
+def _random_state() -> dict[str, Any]:
+    """Return the state of the global random number generators in types that `torch.load` reads without running code."""
+    kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "python": random.getstate(),
+        "numpy": (kind, [int(key) for key in keys], *rest),
+    }
+
+
+def _restore_random(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002

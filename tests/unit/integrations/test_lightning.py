@@ -81,6 +81,23 @@ def test_a_resumed_fit_ends_with_the_weights_of_an_uninterrupted_one(
     assert sparse.topology.exploration == whole_sparse.topology.exploration
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_resumed_fit_draws_the_random_numbers_of_an_uninterrupted_one(
+    lit: Any, tmp_path: Path, workers: int
+) -> None:
+    """Shuffled batches and dropout, from the checkpoint of an epoch."""
+
+    def run(folder: str, **more: Any) -> Any:
+        module = lit.Module(network(dropout=0.5))
+        loader = DataLoader(data(), batch_size=BATCH, shuffle=True, num_workers=workers)
+        return lit.fit(tmp_path / folder, CORRECTIONS["agent"], module=module, loader=loader, every=0, **more)
+
+    whole, *_ = run("whole")
+    run("broken", stop_after=2 * BATCHES)
+    resumed, *_ = run("broken", resume=str(tmp_path / "broken" / "last.ckpt"))
+    assert_equal(weights(resumed), weights(whole))
+
+
 def test_a_packed_model_is_fitted_and_resumed(lit: Any, tmp_path: Path) -> None:
     def packed() -> Any:
         return lit.Module(eq.sparse.pack(network().float(), topology()))
