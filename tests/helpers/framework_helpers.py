@@ -18,8 +18,8 @@ FEATURES, BATCH, BATCHES, EPOCHS = 10, 8, 6, 4
 RATE, CLIP = 0.5, 0.1
 
 
-def topology() -> eq.RigL:
-    return eq.RigL(sparsity=0.7, every=3, until=1.0)
+def topology(**options: Any) -> eq.RigL:
+    return eq.RigL(sparsity=0.7, every=3, until=1.0, **options)
 
 
 def data() -> TensorDataset:

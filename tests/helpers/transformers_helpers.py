@@ -121,11 +121,12 @@ def train(
         "optimizers": optimizers,
     }
     stop = [StopAfter(stop_after)] if stop_after else []
+    algorithm = topology(initial_mask="random")  # attaching to the loaded weights would lose some
     if callback:
-        sparse = SparseTraining(topology(), correction)
+        sparse = SparseTraining(algorithm, correction)
         trainer = Trainer(**common, callbacks=[sparse, *stop])
     else:
-        trainer = SparseTrainer(**common, callbacks=stop, topology=topology(), correction=correction)
+        trainer = SparseTrainer(**common, callbacks=stop, topology=algorithm, correction=correction)
         sparse = trainer.sparse_training
     trainer.train(resume_from_checkpoint=resume)
     return trainer, sparse

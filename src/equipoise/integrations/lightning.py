@@ -30,7 +30,7 @@ except ModuleNotFoundError:
         from pytorch_lightning import Callback, LightningModule, Trainer
         from pytorch_lightning.utilities import CombinedLoader
     except ModuleNotFoundError:
-        raise UserError("PyTorch Lightning is not installed; pip install 'equipoise[lightning]'") from None
+        raise ModuleNotFoundError("PyTorch Lightning is not installed; pip install 'equipoise[lightning]'") from None
 
 Loss = Callable[[Any, Any, int], Tensor]  # (module, batch, batch_idx) -> mean loss of the batch
 
@@ -119,6 +119,9 @@ class SparseTraining(Attachment, Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batch = None
         self.detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
 
     def _loss(self, trainer: Trainer, module: LightningModule) -> Callable[..., Tensor]:
         """Return the loss in the precision of the trainer. It calls the module, not its distributed wrapper."""

@@ -21,7 +21,7 @@ try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 except ModuleNotFoundError:
-    raise UserError("Transformers is not installed; pip install 'equipoise[transformers]'") from None
+    raise ModuleNotFoundError("Transformers is not installed; pip install 'equipoise[transformers]'") from None
 
 FILE = "equipoise.safetensors"  # in the folder of a checkpoint
 
@@ -73,7 +73,7 @@ class SparseTraining(Attachment, TrainerCallback):
     ) -> None:
         if state.global_step:
             self.load_state_dict(_load(_folder(args, state) if self.resume_from is None else Path(self.resume_from)))
-        while hasattr(optimizer, "optimizer"):  # the wrapper of accelerate does not call hooks
+        while hasattr(optimizer, "optimizer"):  # hooks work on the optimizer inside the wrapper of accelerate
             optimizer = optimizer.optimizer
         self.attach(model, optimizer, state.max_steps, _world(args), args.gradient_accumulation_steps)
 
@@ -157,14 +157,16 @@ class SparseTrainerMixin(_TrainerClass):
         if correction is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        self.sparse_training.before_batch(int(self.state.epoch or 0), _Batches(self), self._loss)
+        self.sparse_training.before_batch(int(self.state.epoch or 0), _Batches(self), self._step_loss)
         loss = super().training_step(model, inputs, num_items_in_batch)
         scaler = self.accelerator.scaler
         batch = inputs, num_items_in_batch, self.current_gradient_accumulation_steps
-        correction.correct(self._loss, *batch, scale=1.0 if scaler is None else scaler.get_scale(), loss=loss)
+        correction.correct(self._step_loss, *batch, scale=1.0 if scaler is None else scaler.get_scale(), loss=loss)
         return loss
 
-    def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Tensor | int | None, accumulated: int) -> Tensor:
+    def _step_loss(
+        self, model: nn.Module, inputs: dict[str, Any], items: Tensor | int | None, accumulated: int
+    ) -> Tensor:
         """Compute the loss that `training_step` differentiates: its share of the loss of the accumulated batches."""
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=items)

@@ -167,3 +167,22 @@ def test_two_optimizers_are_refused(lit: Any, tmp_path: Path) -> None:
 def test_saga_is_refused(lit: Any) -> None:
     with pytest.raises(UserError, match="SAGA needs the same batches"):
         lit.SparseTraining(topology(), eq.SAGA())
+
+
+@pytest.mark.slow  # imports another copy of Lightning
+def test_the_trainer_of_pytorch_lightning(lit: Any, tmp_path: Path) -> None:
+    pl: Any = pytest.importorskip("pytorch_lightning")
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = network()
+
+        training_step = lit.Module.training_step
+        configure_optimizers = lit.Module.configure_optimizers
+
+    sparse, module = lit.SparseTraining(topology(), CORRECTIONS["agent"]), Module()
+    trainer = pl.Trainer(max_epochs=4, accelerator="cpu", callbacks=[sparse], default_root_dir=tmp_path, logger=False)
+    trainer.fit(module, DataLoader(data(), batch_size=BATCH))
+    plain, *_ = lit.fit(tmp_path, CORRECTIONS["agent"])
+    assert_equal(weights(module), weights(plain))
