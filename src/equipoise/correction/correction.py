@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from itertools import chain, islice
 from operator import length_hint
@@ -24,7 +25,8 @@ from equipoise.correction.probe import Decision, decide
 from equipoise.correction.snapshot import RandomState, without_trace
 from equipoise.correction.state import copy_state
 from equipoise.errors import UserError
-from equipoise.topology import Topology
+from equipoise.topology import Algorithm, Topology
+from equipoise.topology.attach_checks import kind_of
 from equipoise.world import World
 
 
@@ -63,6 +65,7 @@ class Correction:
         cost: float | None = None,
         gradients: Gradients | None = None,
     ) -> None:
+        _check_arguments(estimator, model, topology)
         self.estimator = estimator
         self.model = model
         self.topology = Topology.only(model, topology)
@@ -81,6 +84,7 @@ class Correction:
         self._full_pass = FullPass(estimator, self.runner, self.mode, self.coefficient, seed)
         self._step = CorrectedStep(self.runner, self.mode, self.coefficient)
         self._accumulated = Accumulated(self.runner, self.mode)
+        self._warned: set[str] = set()
         self._training: bool | None = None  # whether the model was in training mode at the last refresh
         self._check()
 
@@ -98,6 +102,14 @@ class Correction:
             # g̃ has all rows, and optimizers for sparse gradients take no dense ones.
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
                 raise UserError(f'"{name}" has sparse gradients, which cannot be corrected; use sparse=False')
+
+    def __repr__(self) -> str:
+        estimator = self.estimator
+        corrects = "corrects" if self.corrects_next_step else "does not correct"
+        counts = f"{self.steps} steps, {self.refreshes} refreshes"
+        return (
+            f"<{type(estimator).__name__}, {estimator.mode}: gamma {estimator.gamma}, {counts}, {corrects} the next>"
+        )
 
     @property
     def passes(self) -> dict[str, int]:
@@ -212,7 +224,7 @@ class Correction:
             UserError: With `replay`, the batch is not the one that `refresh` was given for this step. Values on a GPU
                 are compared without waiting for it: the next `refresh`, `report` or `state_dict` raises the error.
         """
-        self._check_scale(scale)
+        self._begin_step(scale)
         if not self.corrects_next_step:
             loss = self.runner.backward(loss_fn, batch, scale)
             (loss,) = self.runner.all_reduce_mean(loss)
@@ -263,16 +275,28 @@ class Correction:
         Raises:
             UserError: As in `backward`.
         """
-        self._check_scale(scale)
+        self._begin_step(scale)
         if self.corrects_next_step:
             self._check_training()
             self._step.correct(loss_fn, batch, scale, index, self.weight, self._accumulated, loss)
         self._accumulated.start(None)
         self.count_step(passes=1)
 
-    def _check_scale(self, scale: float) -> None:
+    def _begin_step(self, scale: float) -> None:
+        """Refuse a wrong step, and warn about one that the user cannot mean."""
+        if self.estimator.corrects and not self.refreshes:
+            self._warn("a step before the first refresh is not corrected; call refresh(batches, loss_fn) first")
+        if self.total_steps and self.steps == self.total_steps:
+            self._warn(
+                f"step {self.steps + 1} is past total_steps={self.total_steps}; attach with the number of steps"
+            )
         if scale < 1 and self.estimator.mode == "previous":
             raise UserError(f"scale={scale}: MVR needs the whole batch of a step at once, without micro-batches")
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=4)  # the caller of backward() or correct()
 
     def _check_training(self) -> None:
         if self._training is not None and self._training != self.model.training:
@@ -329,3 +353,15 @@ class Correction:
         self._step.statistics.load_state_dict(state["statistics"])
         self._step.loss_pairs = [(new, old) for new, old in state["loss_pairs"]]
         self.decision = None if state["decision"] is None else Decision(*state["decision"])
+
+
+def _check_arguments(estimator: Estimator, model: object, topology: object) -> None:
+    """Refuse arguments of other kinds, such as swapped ones."""
+    call = f"{type(estimator).__name__}().attach(model, topology)"
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{call}: the model is a {kind_of(model)}")
+    if isinstance(topology, Algorithm):
+        raise UserError(f"{call}: pass what {type(topology).__name__}(...).attach(model, optimizer) returned")
+    if topology is not None and not isinstance(topology, Topology):
+        what = kind_of(topology)
+        raise UserError(f"{call}: the topology is a {what}; leave it out, or pass what RigL().attach() returned")

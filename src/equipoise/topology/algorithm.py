@@ -48,6 +48,8 @@ class Algorithm:
     initial_mask: Literal["nonzeros", "random"] = "nonzeros"
     seed: int = 0
 
+    # Whether single layers have no fixed number of active weights, only the network.
+    global_budget: ClassVar[bool] = False
     # At which steps the algorithm needs the gradient of inactive weights.
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "never"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -33,6 +34,8 @@ class BSRNet(Algorithm):
     distribution: Distribution = "bsr"
     noise: float = 1e-6
     rewire_every: int = 1
+
+    global_budget: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

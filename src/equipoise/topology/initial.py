@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,15 +48,17 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
     if not any(final.values()):
         size = sum(weight.numel() for weight in chosen.values())
         raise UserError(f"none of the {size} chosen weights would be active; choose a lower sparsity or more weights")
+    keeps = algorithm.initial_mask == "nonzeros"
+    kept = {name: _magnitudes(weight, initial[name]) if keeps else None for name, weight in chosen.items()}
+    if algorithm.global_budget:
+        initial = _all_nonzeros(initial, kept, sum(final.values()))
     generator = torch.Generator()  # on the CPU: the same initial mask on every device
     planned = []
     for name, weight in chosen.items():
         generator.manual_seed(derive(algorithm.seed, "mask", name))
-        order, budget = torch.randperm(weight.numel(), generator=generator), initial[name]
-        kept = None if algorithm.initial_mask == "random" else _magnitudes(weight, budget)
-        active = order[:budget] if kept is None else _largest(kept, order, budget)
-        nonzeros = 0 if kept is None else int(torch.count_nonzero(kept))
-        planned.append(Planned(name, weight, budget, final[name], active, nonzeros))
+        order, budget, magnitudes = torch.randperm(weight.numel(), generator=generator), initial[name], kept[name]
+        active = order[:budget] if magnitudes is None else _largest(magnitudes, order, budget)
+        planned.append(Planned(name, weight, budget, final[name], active, _count(magnitudes)))
     return planned
 
 
@@ -67,10 +69,22 @@ def _magnitudes(weight: Tensor, budget: int) -> Tensor | None:
     rounding error ε are zero with a probability of about ε.
     """
     nonzeros = int(torch.count_nonzero(weight))
+    zeros = weight.numel() - nonzeros
     few = weight.numel() * max(FEW_ZEROS, 4 * torch.finfo(weight.dtype).eps)
-    if weight.numel() - nonzeros <= few and nonzeros != budget:
+    if zeros == 0 or (zeros <= few and nonzeros != budget):
         return None
     return weight.detach().abs().reshape(-1).cpu()
+
+
+def _count(magnitudes: Tensor | None) -> int:
+    """Number of nonzeros of a weight that is already sparse; 0 if it is dense."""
+    return 0 if magnitudes is None else int(torch.count_nonzero(magnitudes))
+
+
+def _all_nonzeros(initial: dict[str, int], kept: Mapping[str, Tensor | None], budget: int) -> dict[str, int]:
+    """Counts that keep all nonzeros of layers without fixed counts, if the budget of the network is enough."""
+    counts = {name: _count(kept[name]) or count for name, count in initial.items()}
+    return counts if sum(counts.values()) <= budget else initial
 
 
 def _largest(magnitudes: Tensor, order: Tensor, count: int) -> Tensor:

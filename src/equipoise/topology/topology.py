@@ -16,7 +16,7 @@ from equipoise.storage.flat import FlatParameters
 from equipoise.storage.masked import Compile, MaskedTensor, MaskedWeight
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
-from equipoise.topology.attach_checks import check_attaching, check_state
+from equipoise.topology.attach_checks import PrunedLayers, check_arguments, check_attaching, check_state
 from equipoise.topology.followers import Follower, Followers
 from equipoise.topology.growth import GrowthGradients
 from equipoise.topology.hooks import Hooks
@@ -63,6 +63,7 @@ class Topology:
         compile: Compile = lambda function: function,
         hooks: bool = True,
     ) -> None:
+        check_arguments(algorithm, model, optimizer)
         self.algorithm = algorithm
         self.optimizer = optimizer
         self.window = algorithm.window(total_steps)
@@ -79,6 +80,7 @@ class Topology:
         check_attaching(self, model, _OWNERS)
         self._unverified: dict[str, int] = {}  # checksums of a loaded state, until the next step
         self.rewiring = make_rewiring(algorithm, self.layers, self.states, self._followers, flat, compile)
+        self.pruned = PrunedLayers(unwrap(model), self.layers)
         self.apply()
         for layer in self.layers:
             _OWNERS[layer.parameter] = weakref.ref(self)
