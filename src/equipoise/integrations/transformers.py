@@ -147,6 +147,7 @@ class SparseTrainerMixin(_TrainerClass):
         """Train as the `Trainer` does, and find the state in the checkpoint to resume from."""
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         self.sparse_training.resume_from = last or None
+        self._refresh_batches = _Batches(self)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(
@@ -157,7 +158,7 @@ class SparseTrainerMixin(_TrainerClass):
         if correction is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        self.sparse_training.before_batch(int(self.state.epoch or 0), _Batches(self), self._step_loss)
+        self.sparse_training.before_batch(int(self.state.epoch or 0), self._refresh_batches, self._step_loss)
         loss = super().training_step(model, inputs, num_items_in_batch)
         scaler = self.accelerator.scaler
         batch = inputs, num_items_in_batch, self.current_gradient_accumulation_steps
@@ -193,16 +194,18 @@ class _Batches:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._loader: Any = None  # the loader of the trainer is in use
 
     def __len__(self) -> int:
         return len(self._trainer.callback_handler.train_dataloader)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor | int | None, int]]:
         trainer, args = self._trainer, self._trainer.args
-        loader = trainer.get_train_dataloader()  # the other one is in use
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(int(trainer.state.epoch or 0))
-        batches = iter(loader)
+        if self._loader is None:
+            self._loader = trainer.get_train_dataloader()
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(int(trainer.state.epoch or 0))
+        batches = iter(self._loader)
         while True:
             group, items = trainer.get_batch_samples(batches, args.gradient_accumulation_steps, args.device)
             if not group:

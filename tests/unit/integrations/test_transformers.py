@@ -24,8 +24,10 @@ CORRECTIONS = {
 }
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize(
+    ("name", "accumulated"),
+    [("none", 2), ("agent", 1), ("agent", 2), ("replay", 2), ("running", 2), ("every", 1)],
+)
 def test_train_is_the_same_training_as_a_plain_loop(hf: Any, tmp_path: Path, name: str, accumulated: int) -> None:
     trainer, sparse = hf.train(
         tmp_path,
