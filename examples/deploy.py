@@ -39,7 +39,7 @@ for _ in range(200):
 model.eval()
 
 torch.save(model.state_dict(), "dense.pt")
-eq.save(model, "digits.safetensors", values="int8")  # only the nonzeros, in eight bits
+eq.save(model, "digits.safetensors", values="int8", force=True)  # only the nonzeros, in eight bits
 deployed = eq.load("digits.safetensors", into=network())
 
 dense, small = (Path(name).stat().st_size for name in ("dense.pt", "digits.safetensors"))

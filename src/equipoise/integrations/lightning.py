@@ -71,7 +71,8 @@ class SparseTraining(Attachment, Callback):
     ) -> None:
         super().__init__(algorithm, correction, total_steps=total_steps)
         self._loss_fn = loss_fn or _training_step
-        self._batch: tuple[Any, int] | None = None
+        self._batch: tuple[Any, int] | None = None  # of the current step
+        self._scaled_loss: Tensor | None = None  # by accumulation and by a GradScaler
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit" and self.state_key not in checkpoint.get("callbacks", {}):
@@ -101,11 +102,15 @@ class SparseTraining(Attachment, Callback):
         self._batch = batch, batch_idx
         self.before_batch(trainer.current_epoch, _Batches(trainer), self._loss(trainer, pl_module))
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._scaled_loss = loss.detach()
+
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.correction is not None and self._batch is not None:
+        if self.correction is not None and self._batch is not None and self._scaled_loss is not None:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             scale = (1.0 if scaler is None else scaler.get_scale()) / trainer.accumulate_grad_batches
-            self.correction.correct(self._loss(trainer, pl_module), *self._batch, scale=scale)
+            loss_fn, loss = self._loss(trainer, pl_module), self._scaled_loss / scale
+            self.correction.correct(loss_fn, *self._batch, scale=scale, loss=loss)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pl_module.log_dict(self.metrics(), sync_dist=trainer.world_size > 1)
@@ -117,7 +122,7 @@ class SparseTraining(Attachment, Callback):
         return state
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._batch = None
+        self._batch = self._scaled_loss = None
         self.detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
