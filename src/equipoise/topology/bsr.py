@@ -41,6 +41,10 @@ class BSRNet(Algorithm):
         super().__post_init__()
         if self.noise < 0:
             raise UserError(f"noise={self.noise}: a standard deviation must not be negative")
+        if self.min_fan_in:
+            raise UserError(
+                f"min_fan_in={self.min_fan_in}: BSR-Net chooses weights across layers and keeps no minimum"
+            )
         if self.rewire_every < 1:
             raise UserError(f"rewire_every={self.rewire_every}: rewirings must be at least 1 step apart")
 

@@ -57,6 +57,8 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
     for name, weight in chosen.items():
         generator.manual_seed(derive(algorithm.seed, "mask", name))
         order, budget, magnitudes = torch.randperm(weight.numel(), generator=generator), initial[name], kept[name]
+        if least := algorithm.fan_in(len(weight), final[name]):
+            order = _each_unit_first(order, len(weight), least)
         active = order[:budget] if magnitudes is None else _largest(magnitudes, order, budget)
         planned.append(Planned(name, weight, budget, final[name], active, _count(magnitudes)))
     return planned
@@ -103,3 +105,10 @@ def warn_about_lost(algorithm: Algorithm, plan: Sequence[Planned], stacklevel: i
             f'{sum(lost.values()):,} are set to zero; distribution="nonzeros" keeps all of them',
             stacklevel=stacklevel + 1,
         )
+
+
+def _each_unit_first(order: Tensor, units: int, count: int) -> Tensor:
+    """Move the first `count` indices of every unit to the front of a permutation."""
+    by_unit = torch.argsort(order // (len(order) // units), stable=True).view(units, -1)
+    first = torch.zeros(len(order), dtype=torch.bool).index_fill_(0, by_unit[:, :count].reshape(-1), True)
+    return torch.cat([order[first], order[~first]])

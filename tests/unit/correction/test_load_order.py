@@ -72,8 +72,10 @@ def through_a_file(saved: list[Any]) -> list[Any]:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("storage", ["masked", "packed"])
-@pytest.mark.parametrize("name", ALGORITHM_NAMES)
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [*((name, "masked") for name in ALGORITHM_NAMES), ("rigl", "packed"), ("bsr-net", "packed")],
+)
 def test_all_orders_give_the_saved_state(name: str, storage: str) -> None:
     """Into a fresh model with other weights, and again after training has moved the weights."""
     whole = make(name, storage)
