@@ -41,7 +41,8 @@ ARM = list[str]  # overrides of the recipe
 RIGL: ARM = ["topology.name=rigl-fast"]
 SET: ARM = ["topology.name=set-fast"]
 FIXED: ARM = ["topology.min_fan_in=1"]
-SCALED: ARM = ["topology.rescale=true"]
+LOOSE: ARM = ["topology.min_fan_in=0"]
+SCALED: ARM = ["rescale"]  # initial weights multiplied by 1/√density
 
 
 # Variants that are measured here before they become options
@@ -102,13 +103,13 @@ GROUPS: dict[str, tuple[str, dict[str, ARM]]] = {
     "stability": (
         "vgg_c-fast",
         {
-            "RigL": RIGL,
+            "RigL": [*RIGL, *LOOSE],
             "RigL, fan-in 1": [*RIGL, *FIXED],
-            "RigL, rescaled": [*RIGL, *SCALED],
+            "RigL, rescaled": [*RIGL, *LOOSE, *SCALED],
             "RigL, fan-in 1, rescaled": [*RIGL, *FIXED, *SCALED],
-            "SET": SET,
+            "SET": [*SET, *LOOSE],
             "SET, fan-in 1": [*SET, *FIXED],
-            "GraNet": [],
+            "GraNet": LOOSE,
             "GraNet, fan-in 1": FIXED,
         },
     ),
@@ -117,17 +118,17 @@ GROUPS: dict[str, tuple[str, dict[str, ARM]]] = {
         "vgg_c-fast",
         {
             "RigL, fan-in 2": [*RIGL, "topology.min_fan_in=2"],
-            "RigL, revived": [*RIGL, "revive"],
-            "RigL, no warm-up": [*RIGL, "schedule.warmup=0"],
-            "RigL, warm-up 1/3": [*RIGL, "schedule.warmup=0.33"],
-            "RigL, drop 0.1": [*RIGL, "topology.drop_fraction=0.1"],
-            "RigL, lr 0.05": [*RIGL, "optimizer.lr=0.05"],
-            "RigL, clip 1": [*RIGL, "clip=1"],
-            "RigL, ERK": [*RIGL, "topology.distribution=erk"],
-            "SET, rescaled": [*SET, *SCALED],
+            "RigL, revived": [*RIGL, *LOOSE, "revive"],
+            "RigL, no warm-up": [*RIGL, *LOOSE, "schedule.warmup=0"],
+            "RigL, warm-up 1/3": [*RIGL, *LOOSE, "schedule.warmup=0.33"],
+            "RigL, drop 0.1": [*RIGL, *LOOSE, "topology.drop_fraction=0.1"],
+            "RigL, lr 0.05": [*RIGL, *LOOSE, "optimizer.lr=0.05"],
+            "RigL, clip 1": [*RIGL, *LOOSE, "clip=1"],
+            "RigL, ERK": [*RIGL, *LOOSE, "topology.distribution=erk"],
+            "SET, rescaled": [*SET, *LOOSE, *SCALED],
             "SET, fan-in 1, rescaled": [*SET, *FIXED, *SCALED],
             "GraNet, fan-in 2": ["topology.min_fan_in=2"],
-            "GraNet, rescaled": SCALED,
+            "GraNet, rescaled": [*LOOSE, *SCALED],
         },
     ),
     # Ingredients of the fast recipe, the decisive ones first.
@@ -252,7 +253,7 @@ def run(job: tuple[str, str, int, ARM]) -> dict[str, Any]:
     words = [*arms[arm], *extra, f"seed={seed}"]
     for word in arms[arm]:
         recipe = word.removeprefix("recipe=") if word.startswith("recipe=") else recipe
-    overrides = [word for word in words if word != "revive" and not word.startswith("recipe=")]
+    overrides = [word for word in words if word not in ("revive", "rescale") and not word.startswith("recipe=")]
     torch._dynamo.reset()
     gc.collect()
     started = time.perf_counter()
@@ -260,6 +261,8 @@ def run(job: tuple[str, str, int, ARM]) -> dict[str, Any]:
     try:
         trainer = Scored(make_recipe(apply_overrides(read_recipe(recipe), overrides)))
         trainer.revives = "revive" in words
+        for layer in trainer.parts.topology.layers if "rescale" in words else ():
+            layer.parameter.detach().mul_((layer.size / layer.active) ** 0.5)
         result |= trainer.run_arm()
     except Exception as error:  # the other arms go on
         result["error"] = f"{type(error).__name__}: {error}"[:300]

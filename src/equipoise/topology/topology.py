@@ -82,8 +82,6 @@ class Topology:
         self.rewiring = make_rewiring(algorithm, self.layers, self.states, self._followers, flat, compile)
         self.pruned = PrunedLayers(unwrap(model), self.layers)
         self.apply()
-        for layer in self.layers if algorithm.rescale else ():
-            layer.parameter.detach().mul_((layer.size / layer.active) ** 0.5)
         for layer in self.layers:
             _OWNERS[layer.parameter] = weakref.ref(self)
         self._begin_step()

@@ -159,25 +159,6 @@ def test_the_initial_mask_is_random_apart_from_the_minimum() -> None:
     assert max(int(mask.sum(1).max()) for mask in masks) == 4
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_rescaled_weights_vary_as_much_as_dense_ones(packed: bool) -> None:
-    algorithm = Static(sparsity=0.9, distribution="uniform", rescale=True)
-    model: nn.Module = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 4))
-    inputs = torch.randn(64, 400)
-    dense = float(model[0](inputs).detach().std())
-    if packed:
-        model = pack(model, algorithm)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    topology = algorithm.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    layer = topology.layers[0]
-    scale = (layer.size / layer.active) ** 0.5
-    assert scale == pytest.approx(10**0.5, rel=1e-3)
-    after = layer.parameter.detach()
-    torch.testing.assert_close(after, scale * before[0] * (after != 0))
-    sparse = inputs @ layer.weight.view(300, 400).T
-    assert sparse.std() == pytest.approx(dense, rel=0.1)
-
-
 def test_the_minimum_holds_in_packed_storage_too() -> None:
     algorithm = RigL(sparsity=0.9, min_fan_in=2, every=1, until=1.0, drop_fraction=0.8, drop_decay="constant")
     torch.manual_seed(0)

@@ -151,7 +151,7 @@ def test_fast_names_take_the_budgets_schedule(name: str) -> None:
     made = make_recipe({"topology": {"name": f"{name}-fast", "sparsity": 0.5, "until": 0.9}}).topology
     assert made == cls.fast(sparsity=0.5, until=0.9)
     assert isinstance(made, Dynamic)
-    assert (made.distribution, made.every) == ("er", 0.02)
+    assert (made.distribution, made.every, made.min_fan_in) == ("er", 0.02, 1)
     assert make_recipe(override(f"topology={name}-fast", "topology.every=9")).topology == cls.fast(
         sparsity=0.95, every=9
     )
@@ -391,6 +391,7 @@ def test_fast_goes_over_every_recipe_and_keeps_its_sparsity(base: str) -> None:
         seed=4,
         initial_sparsity="auto",
         every=0.02,
+        min_fan_in=1,
     )
     assert after.schedule == Fast()
     assert (after.epochs, after.optimizer, after.data) == (before.epochs, before.optimizer, before.data)
