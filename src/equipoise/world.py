@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
+from equipoise.shards import is_sharded
 
 T = TypeVar("T")
 
@@ -39,11 +40,16 @@ class World:
 
     @classmethod
     def of(cls, model: nn.Module) -> World:
-        """Return the processes of a `DistributedDataParallel` model; `ALONE` for any other model."""
+        """Return the processes of a `DistributedDataParallel` or sharded model; `ALONE` for any other model."""
         wrapper = data_parallel(model)
-        if wrapper is None:
+        sharded: Any = next((p for p in model.parameters() if is_sharded(p)), None)
+        if wrapper is not None:
+            group, device = wrapper.process_group, next(wrapper.parameters()).device
+        elif sharded is not None:
+            mesh, device = sharded.device_mesh, torch.device(sharded.device_mesh.device_type)
+            group = (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
+        else:
             return ALONE
-        group, device = wrapper.process_group, next(wrapper.parameters()).device
         return cls(dist.get_rank(group), dist.get_world_size(group), device, group)
 
     def __deepcopy__(self, _: Any) -> World:

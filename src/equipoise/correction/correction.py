@@ -23,6 +23,7 @@ from equipoise.correction.probe import Decision, decide
 from equipoise.correction.snapshot import without_trace
 from equipoise.correction.state import copy_state
 from equipoise.errors import UserError
+from equipoise.shards import is_sharded
 from equipoise.topology import Topology
 from equipoise.world import World
 
@@ -62,6 +63,7 @@ class Correction:
         cost: float | None = None,
         gradients: Gradients | None = None,
     ) -> None:
+        _check_whole(model)
         self.estimator = estimator
         self.model = model
         self.topology = Topology.only(model, topology)
@@ -210,6 +212,7 @@ class Correction:
             UserError: With `replay`, the batch is not the one that `refresh` was given for this step. Values on a GPU
                 are compared without waiting for it: the next `refresh`, `report` or `state_dict` raises the error.
         """
+        _check_whole(self.model)
         if scale < 1 and self.estimator.mode == "previous":
             raise UserError(f"scale={scale}: MVR needs the whole batch of a step at once, without micro-batches")
         if not self.corrects_next_step:
@@ -273,3 +276,11 @@ class Correction:
         self._step.statistics.load_state_dict(state["statistics"])
         self._step.loss_pairs = [(new, old) for new, old in state["loss_pairs"]]
         self.decision = None if state["decision"] is None else Decision(*state["decision"])
+
+
+def _check_whole(model: nn.Module) -> None:
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise UserError(
+            "a correction keeps old gradients of whole parameters, which fully_shard does not support; "
+            "use DistributedDataParallel"
+        )

@@ -66,6 +66,19 @@ class SparseWeight(ABC):
         weight took no part in the loss.
         """
 
+    @property
+    def local_gradient(self) -> Tensor | None:
+        """`gradient` at the weights that this process holds: all of them, unless the weight is sharded."""
+        return self.gradient
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return a tensor of all weights from the part of it that this process holds."""
+        return part
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return the part of a tensor that belongs to the weights of this process."""
+        return whole
+
     @abstractmethod
     def mask(self) -> Tensor:
         """Boolean mask of the active weights, in the shape of the weight."""

@@ -10,6 +10,7 @@ from weakref import ReferenceType
 from torch import nn
 
 from equipoise.errors import UserError
+from equipoise.shards import is_sharded
 from equipoise.topology.algorithm import Algorithm, Dynamic
 from equipoise.topology.bsr import BSRNet
 from equipoise.world import ALONE, World
@@ -31,6 +32,7 @@ def check_attaching(
     _check_free(topology, owners)
     _check_optimizer(topology)
     _check_wrapper(topology, model)
+    _check_sharding(topology)
     _check_window(topology)
 
 
@@ -61,6 +63,37 @@ def _check_wrapper(topology: Topology, model: nn.Module) -> None:
             "packed weights change their length, which DistributedDataParallel does not support; "
             "use masked storage, or `torchrun -m equipoise train`, which needs no wrapper"
         )
+
+
+def _check_sharding(topology: Topology) -> None:
+    """Refuse what `fully_shard` does not support."""
+    sharded = [is_sharded(layer.parameter) for layer in topology.layers]
+    if not any(sharded):
+        return
+    if isinstance(topology.algorithm, BSRNet):
+        raise UserError(
+            "BSR-Net refills one budget of the whole network after every step, which fully_shard does not support; "
+            "use DistributedDataParallel or another topology"
+        )
+    if topology.storage == "packed":
+        raise UserError("packed weights change their length, which fully_shard does not support; use masked storage")
+    if not all(sharded):
+        name = topology.layers[sharded.index(False)].name
+        raise UserError(
+            f'"{name}" is not sharded and others are: its gradients are not averaged; shard or exclude it'
+        )
+
+
+def check_current(topology: Topology) -> None:
+    """Refuse to continue on parameters that `fully_shard` has replaced since the topology was attached."""
+    for layer in topology.layers:
+        if layer.index is None and not is_sharded(layer.parameter):
+            owner, _, leaf = layer.name.rpartition(".")
+            if is_sharded(topology.model.get_submodule(owner)._parameters[leaf]):  # type: ignore[arg-type]
+                raise UserError(
+                    f'fully_shard has replaced "{layer.name}" since the topology was attached; '
+                    "create an optimizer of the new parameters and call topology.reattach(optimizer)"
+                )
 
 
 def _check_window(topology: Topology) -> None:
