@@ -41,10 +41,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def network() -> nn.Sequential:
-    """Layers of 5, 3 and 2 outputs: on 4 processes some hold fewer rows than others or none."""
+    """Layers of 5, 1, 3 and 2 outputs: processes hold different numbers of rows, and some hold all or none."""
     torch.manual_seed(3)
-    convolution = (nn.Conv2d(1, 5, 3, padding=1), nn.Tanh(), nn.Flatten())
-    return nn.Sequential(*convolution, nn.Linear(80, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    convolutions = (nn.Conv2d(1, 5, 3, padding=1), nn.Tanh(), nn.Conv2d(5, 1, 3, padding=1), nn.Flatten())
+    return nn.Sequential(*convolutions, nn.Linear(16, 3), nn.Tanh(), nn.Linear(3, 2)).double()
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -53,7 +53,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def shard(model: nn.Sequential) -> None:
-    for module in (model[0], model[3]):
+    for module in (model[0], model[4]):
         fully_shard(module)
     fully_shard(model)
 
@@ -61,9 +61,12 @@ def shard(model: nn.Sequential) -> None:
 class Run:
     """A loop as a user writes it; without peers it is that of one process."""
 
-    def __init__(self, world: World, name: str, optimizer: str = "SGD", attach: str = "after") -> None:
+    def __init__(
+        self, world: World, name: str, optimizer: str = "SGD", attach: str = "after", device: str = "cpu"
+    ) -> None:
         self.world = world
-        self.model = network()
+        self.device = device
+        self.model = network().to(device)
         algorithm = getattr(eq, name)(sparsity=0.7, **ALGORITHMS[name])
         options: dict[str, Any] = {"lr": 0.2, "momentum": 0.9} if optimizer == "SGD" else {"lr": 0.01}
 
@@ -84,7 +87,7 @@ class Run:
 
     def take(self, steps: range, passes: int = 1, clip: float = 0.0) -> None:
         for step in steps:
-            x, y = (part[self.world.rank :: self.world.size] for part in batches()[step % 6])
+            x, y = (part[self.world.rank :: self.world.size].to(self.device) for part in batches()[step % 6])
             for part in range(passes):
                 loss = cross_entropy(self.model(x[part::passes]), y[part::passes])
                 (loss / passes).backward()
@@ -95,10 +98,11 @@ class Run:
             self.ema.update()
 
     def found(self) -> dict[str, Any]:
+        x = batches()[0][0].to(self.device)
         with self.ema.applied(), torch.no_grad():
-            averaged = self.model(batches()[0][0])
+            averaged = self.model(x)
         with torch.no_grad():
-            live = self.model(batches()[0][0])
+            live = self.model(x)
         for module in self.model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
@@ -119,8 +123,10 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()  # type: ignore[operator]
 
 
-def loop(world: World, name: str, optimizer: str, attach: str, passes: int, clip: float) -> dict[str, Any]:
-    run = Run(world, name, optimizer, attach)
+def loop(
+    world: World, name: str, optimizer: str, attach: str, passes: int, clip: float, device: str = "cpu"
+) -> dict[str, Any]:
+    run = Run(world, name, optimizer, attach, device)
     run.take(range(STEPS), passes, clip)
     return run.found()
 
@@ -261,7 +267,7 @@ def complaints(world: World) -> list[str]:
     refused(lambda: eq.BSRNet(sparsity=0.7, distribution="erk").attach(model, sgd(model)))
     refused(lambda: eq.Agent().attach(model))
     partly = network()
-    fully_shard(partly[3])
+    fully_shard(partly[4])
     refused(lambda: eq.Static(sparsity=0.7).attach(partly, sgd(partly)))
     packed = pack(nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2)), eq.Static(sparsity=0.7))
     fully_shard(packed)

@@ -23,7 +23,7 @@ from distributed_helpers import counted_collectives
 from equipoise.training import Trainer, make_recipe
 from equipoise.training.engine import Engine
 from equipoise.training.evaluate import Score
-from equipoise.world import World
+from equipoise.world import ALONE, World
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,7 +112,32 @@ def test_gloo_with_batchnorm_runs_in_eager_mode(tmp_path: Path) -> None:
     assert any("BatchNorm communicates" in line for line in report["warnings"])
 
 
+@pytest.mark.parametrize("algorithm", ["RigL", "SNFS"])
+def test_fully_shard_over_nccl_equals_one_process(tmp_path: Path, algorithm: str) -> None:
+    report = start(1, "nccl", algorithm, tmp_path)
+    assert report["updates"] >= 3
+    assert report["differing"] == 0
+    assert report["distance"] < 1e-10
+
+
 # The program
+
+
+def sharded_report(algorithm: str, device: str, world: World) -> dict[str, Any]:
+    """Train a sharded model and a whole one in float64; return how they compare."""
+    from test_fsdp import loop  # the folder of this program is on its path
+
+    case = (algorithm, "SGD", "before", 2, 0.1)
+    several, one = (
+        loop(where, *case[:2], attach, *case[3:], device) for where, attach in ((world, "before"), (ALONE, "after"))
+    )
+    pairs = [(several["weights"][name], value) for name, value in one["weights"].items()]
+    masks = [(several["masks"][name], mask) for name, mask in one["masks"].items()]
+    return {
+        "distance": max(float((mine - theirs).abs().max().detach()) for mine, theirs in pairs),
+        "differing": sum(int((mine != theirs).sum()) for mine, theirs in masks),
+        "updates": several["updates"],
+    }
 
 
 def train(recipe: dict[str, Any], world: World | None, engine: Engine | None) -> Trainer:
@@ -168,7 +193,10 @@ def main(backend: str, recipe: str, device: str, path: str) -> None:
         torch.cuda.set_device(0)  # all processes share the GPU
     dist.init_process_group(backend)
     world = Joined(dist.get_rank(), dist.get_world_size(), "cuda:0" if device == "cuda" else device)
-    report = report_of(BASE | RECIPES[recipe] | {"device": device}, world)
+    if recipe in RECIPES:
+        report = report_of(BASE | RECIPES[recipe] | {"device": device}, world)
+    else:
+        report = sharded_report(recipe, device, world)
     if world.leads:
         Path(path).write_text(json.dumps(report))
     dist.barrier()

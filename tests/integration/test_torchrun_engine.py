@@ -86,6 +86,13 @@ def test_a_step_that_is_run_at_once_averages_its_gradients(two: Processes, case:
     assert_same(two(train, case, "fixed", True), two(train, case, "fixed", False))
 
 
+@pytest.mark.parametrize("case", QUICK, ids=", ".join)
+def test_an_all_reduce_is_replayed_inside_a_step(two: Processes, case: Case) -> None:
+    replayed = two(train, case, "replay", True)
+    assert replayed[0]["replays"] > 0
+    assert_same(replayed, two(train, case, "fixed", True))
+
+
 def test_batchnorm_is_captured_over_nccl_only() -> None:
     recipe = make_recipe(tiny())
     trainer = Trainer(recipe)

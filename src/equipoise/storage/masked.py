@@ -154,7 +154,7 @@ class MaskedWeight(SparseWeight):
         if self._active == self.size:
             return
         self.follow_device()
-        hide_inactive(self.part(tensor), self.activity)
+        hide_inactive(local(tensor), self.activity)
 
     def rewire(self, dropped: Tensor, grown: Tensor, states: Iterable[Tensor]) -> None:
         codes = torch.full((self.size,), UNCHANGED, dtype=torch.int8, device=self.activity.device)
@@ -162,7 +162,7 @@ class MaskedWeight(SparseWeight):
         own = self.part(codes.view(self.parameter.shape))
         changed = own != UNCHANGED
         for tensor in (self.parameter.detach(), *states):
-            self.part(tensor).masked_fill_(changed, 0)
+            local(tensor).masked_fill_(changed, 0)
         self.activity.copy_(torch.where(changed, own, self.activity))
         if self._active is not None:
             self._active += len(grown) - len(dropped)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from equipoise.shards import gather, is_sharded, local, share
+from equipoise.shards import gather, local, share
 from equipoise.storage.masked import ACTIVE, GrowthRecorder, MaskedWeight
 
 
@@ -29,8 +29,6 @@ class ShardedWeight(MaskedWeight):
         return gather(part, self.parameter)
 
     def part(self, whole: Tensor) -> Tensor:
-        if is_sharded(whole) or whole.numel() != self.size:
-            return local(whole)
         return share(whole, self.parameter)
 
     @property

@@ -76,7 +76,7 @@ class SparseWeight(ABC):
         return part
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return the part of a tensor that belongs to the weights of this process."""
+        """Return the part of a tensor of all weights that belongs to the weights of this process."""
         return whole
 
     @abstractmethod
@@ -146,7 +146,7 @@ class SparseWeight(ABC):
 
     @abstractmethod
     def hide_inactive(self, tensor: Tensor) -> None:
-        """Set the inactive entries of a tensor shaped like `parameter` to exactly zero, NaN included."""
+        """Set the inactive entries of a tensor shaped, and sharded, like `parameter` to exactly zero, NaN included."""
 
     @abstractmethod
     def record_growth(self, record: bool) -> None:
