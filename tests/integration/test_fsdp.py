@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
@@ -52,10 +55,9 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(each, (each.sum((1, 2, 3)) > 0).long()) for each in x]
 
 
-def shard(model: nn.Sequential) -> None:
-    for module in (model[0], model[4]):
-        fully_shard(module)
-    fully_shard(model)
+def shard(model: nn.Sequential, mesh: DeviceMesh | None = None) -> None:
+    for module in (model[0], model[4], model):
+        fully_shard(module, mesh=mesh)
 
 
 class Run:
@@ -168,6 +170,19 @@ def test_two_processes_equal_one(case: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("case", MORE, ids=str)
 def test_every_topology_equals_one_process(count: int, case: tuple[Any, ...]) -> None:
     assert_equal(processes(count)(loop, *case), loop(ALONE, case[0], case[1], "after", *case[3:]))
+
+
+def replicated(world: World, name: str) -> dict[str, Any]:
+    """Two replicas of a model that two processes each share."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with mock.patch.dict(globals(), {"shard": partial(shard, mesh=mesh)}):
+        return loop(world, name, "SGD", "after", 2, 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["RigL", "SNFS"])
+def test_replicas_of_sharded_models_equal_one_process(name: str) -> None:
+    assert_equal(processes(4)(replicated, name), loop(ALONE, name, "SGD", "after", 2, 0.1))
 
 
 # Checkpoints
