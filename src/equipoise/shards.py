@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor | None) -> bool:
     """Return whether a tensor is a `DTensor`. Does not import the class, which takes seconds: there is none before."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)

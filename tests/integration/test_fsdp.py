@@ -284,9 +284,12 @@ def complaints(world: World) -> list[str]:
     partly = network()
     fully_shard(partly[4])
     refused(lambda: eq.Static(sparsity=0.7).attach(partly, sgd(partly)))
-    packed = pack(nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2)), eq.Static(sparsity=0.7))
+    packed = pack(nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2)), eq.SET(sparsity=0.7))
+    attached = eq.SET(sparsity=0.7).attach(packed, sgd(packed), total_steps=999)
     fully_shard(packed)
-    refused(lambda: eq.Static(sparsity=0.7).attach(packed, sgd(packed)))
+    refused(lambda: attached.optimizer.step())
+    refused(lambda: attached.reattach(sgd(packed)))
+    refused(lambda: eq.SET(sparsity=0.7).attach(packed, sgd(packed), total_steps=999))
     late = network()
     topology = eq.SET(sparsity=0.7).attach(late, sgd(late), total_steps=9)
     refused(lambda: topology.reattach(sgd(late)))
@@ -297,6 +300,8 @@ def complaints(world: World) -> list[str]:
     refused(lambda: topology.optimizer.step())
     refused(lambda: agent.backward(lambda m, x: m(x).sum(), batches()[0][0]))
     refused(lambda: topology.reattach(topology.optimizer))
+    topology.reattach(sgd(late))  # a refusal changes nothing
+    assert topology.attached
     return found
 
 
@@ -305,7 +310,8 @@ def test_what_does_not_work_is_refused_by_name() -> None:
     assert first == second
     assert all("\n" not in line for line in first)
     words = [
-        "BSR-Net", "correction", '"0.weight" is not sharded', "packed weights", "was not sharded",
+        "BSR-Net", "correction", '"0.weight" is not sharded', "packed weights", "packed weights", "packed weights",
+        "was not sharded",
         "topology.reattach(optimizer)", "topology.reattach(optimizer)", "correction", 'does not have "0.weight"',
     ]  # fmt: skip
     assert len(first) == len(words)

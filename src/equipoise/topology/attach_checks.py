@@ -18,6 +18,8 @@ from equipoise.world import ALONE, World
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology
 
+PACKED = "packed weights change their length, which fully_shard does not support; use masked storage"
+
 
 def check_attaching(
     topology: Topology, model: nn.Module, owners: Mapping[nn.Parameter, ReferenceType[Topology]]
@@ -31,8 +33,8 @@ def check_attaching(
     """
     _check_free(topology, owners)
     _check_optimizer(topology)
-    _check_wrapper(topology, model)
     _check_sharding(topology)
+    _check_wrapper(topology, model)
     _check_window(topology)
 
 
@@ -76,7 +78,7 @@ def _check_sharding(topology: Topology) -> None:
             "use DistributedDataParallel or another topology"
         )
     if topology.storage == "packed":
-        raise UserError("packed weights change their length, which fully_shard does not support; use masked storage")
+        raise UserError(PACKED)
     if not all(sharded):
         name = topology.layers[sharded.index(False)].name
         raise UserError(
@@ -86,14 +88,15 @@ def _check_sharding(topology: Topology) -> None:
 
 def check_current(topology: Topology) -> None:
     """Refuse to continue on parameters that `fully_shard` has replaced since the topology was attached."""
-    for layer in topology.layers:
-        if layer.index is None and not is_sharded(layer.parameter):
-            owner, _, leaf = layer.name.rpartition(".")
-            if is_sharded(topology.model.get_submodule(owner)._parameters[leaf]):  # type: ignore[arg-type]
-                raise UserError(
-                    f'fully_shard has replaced "{layer.name}" since the topology was attached; '
-                    "create an optimizer of the new parameters and call topology.reattach(optimizer)"
-                )
+    for layer, (module, leaf) in zip(topology.layers, topology.owners, strict=True):
+        sharded = is_sharded(module._parameters.get(leaf))
+        if sharded and layer.index is not None:
+            raise UserError(PACKED)
+        if sharded and not is_sharded(layer.parameter):
+            raise UserError(
+                f'fully_shard has replaced "{layer.name}" since the topology was attached; '
+                "create an optimizer of the new parameters and call topology.reattach(optimizer)"
+            )
 
 
 def _check_window(topology: Topology) -> None:

@@ -16,10 +16,11 @@ from equipoise.seeds import derive
 from equipoise.shards import is_sharded
 from equipoise.storage.flat import FlatParameters
 from equipoise.storage.masked import Compile, MaskedTensor, MaskedWeight
+from equipoise.storage.packed import PackedWeight
 from equipoise.storage.sharded import ShardedWeight
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
-from equipoise.topology.attach_checks import check_attaching, check_current, check_state
+from equipoise.topology.attach_checks import PACKED, check_attaching, check_current, check_state
 from equipoise.topology.followers import Follower, Followers
 from equipoise.topology.growth import GrowthGradients
 from equipoise.topology.hooks import Hooks
@@ -74,6 +75,7 @@ class Topology:
         self.model = unwrap(model)
         self.world = World.of(model) if world is None else world
         self.layers = _sparse_weights(algorithm, self.model, flat, compile)
+        self.owners = [_owner(self.model, layer) for layer in self.layers]
         masked = {id(la.masked): la.masked for la in self.layers if isinstance(la, MaskedWeight) and la.masked.shared}
         self._vectors = list(masked.values())  # tensors of several weights that are masked at once
         self._skipped = SkippedStep()
@@ -198,12 +200,18 @@ class Topology:
         Args:
             optimizer: The optimizer of the sharded parameters.
         """
+        pairs = zip(self.layers, self.owners, strict=True)
+        layers = [_sharded(layer, module._parameters[leaf]) for layer, (module, leaf) in pairs]
+        before = self.layers, self.optimizer
+        try:
+            self.layers, self.optimizer = layers, optimizer
+            check_attaching(self, self.model, _OWNERS)
+        finally:
+            self.layers, self.optimizer = before
         self.detach()
-        self.optimizer = optimizer
+        self.layers, self.optimizer = layers, optimizer
         self.world = World.of(self.model)
-        self.layers = [_sharded(layer, self.model.get_parameter(layer.name)) for layer in self.layers]
-        self.growth = GrowthGradients(self.algorithm, self.layers, self.world)
-        check_attaching(self, self.model, _OWNERS)
+        self.growth = GrowthGradients(self.algorithm, layers, self.world)
         self._install(hooks=True)
 
     # One step: take_gradients after the backward passes, before_step, optimizer.step(), after_step, count_step
@@ -400,14 +408,24 @@ def _owners(model: nn.Module) -> Iterator[Topology]:
     return (topology for topology in found if topology is not None)
 
 
+def _owner(model: nn.Module, layer: SparseWeight) -> tuple[nn.Module, str]:
+    """The module of a weight, and the name of its parameter there."""
+    if isinstance(layer, PackedWeight):
+        return layer.module, "values"
+    path, _, leaf = layer.name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
 def _nonzeros(layer: SparseWeight) -> int:
     return int(torch.count_nonzero(layer.whole(layer.parameter.detach())))
 
 
 @torch.no_grad()
-def _sharded(layer: SparseWeight, parameter: nn.Parameter) -> SparseWeight:
+def _sharded(layer: SparseWeight, parameter: nn.Parameter | None) -> SparseWeight:
     """The same weight after `fully_shard` has made a new parameter of it."""
-    if not is_sharded(parameter) or is_sharded(layer.parameter):
+    if isinstance(layer, PackedWeight):
+        raise UserError(PACKED)
+    if parameter is None or not is_sharded(parameter) or is_sharded(layer.parameter):
         raise UserError(f'"{layer.name}" was not sharded since the topology was attached; reattach needs fully_shard')
     moved = ShardedWeight(layer.name, parameter, layer.mask().reshape(-1).nonzero().squeeze(1), layer.final)
     moved.initial = layer.initial
