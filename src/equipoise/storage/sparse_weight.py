@@ -13,6 +13,8 @@ from equipoise.errors import UserError
 from equipoise.storage.bitmap import pack_bits
 
 TIE = 1e-9  # relative difference of float64 scores that may be rounding
+# Integers as wide as each floating-point type.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SparseWeight(ABC):
@@ -90,6 +92,11 @@ class SparseWeight(ABC):
     def digest(self) -> bytes:
         """Checksum of the active indices, to compare the masks of processes."""
         return hashlib.blake2b(pack_bits(self.mask().reshape(-1).cpu()).numpy().tobytes(), digest_size=8).digest()
+
+    def checksum(self) -> int:
+        """Sum of the bits of all values, the same in both storages and on every device."""
+        bits = self.whole(self.parameter.detach()).view(BITS[self.parameter.element_size()])
+        return int(bits.sum(dtype=torch.int64))
 
     # Choose and exchange weights
 
