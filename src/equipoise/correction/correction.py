@@ -25,6 +25,7 @@ from equipoise.correction.probe import Decision, decide
 from equipoise.correction.snapshot import RandomState, without_trace
 from equipoise.correction.state import copy_state
 from equipoise.errors import UserError
+from equipoise.shards import is_sharded
 from equipoise.topology import Algorithm, Topology
 from equipoise.topology.attach_checks import kind_of
 from equipoise.world import World
@@ -67,6 +68,7 @@ class Correction:
         bn_trace: bool = False,
     ) -> None:
         _check_arguments(estimator, model, topology)
+        _check_whole(model)
         self.estimator = estimator
         self.model = model
         self.topology = Topology.only(model, topology)
@@ -226,6 +228,7 @@ class Correction:
             UserError: With `replay`, the batch is not the one that `refresh` was given for this step. Values on a GPU
                 are compared without waiting for it: the next `refresh`, `report` or `state_dict` raises the error.
         """
+        _check_whole(self.model)
         self._begin_step(scale)
         if not self.corrects_next_step:
             loss = self.runner.backward(loss_fn, batch, scale)
@@ -355,6 +358,14 @@ class Correction:
         self._step.statistics.load_state_dict(state["statistics"])
         self._step.loss_pairs = [(new, old) for new, old in state["loss_pairs"]]
         self.decision = None if state["decision"] is None else Decision(*state["decision"])
+
+
+def _check_whole(model: nn.Module) -> None:
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise UserError(
+            "a correction keeps old gradients of whole parameters, which fully_shard does not support; "
+            "use DistributedDataParallel"
+        )
 
 
 def _check_arguments(estimator: Estimator, model: object, topology: object) -> None:

@@ -31,7 +31,7 @@ from equipoise.training.passes import Passes
 from equipoise.training.precision import prepare_gpu
 from equipoise.training.recipe import Recipe
 from equipoise.training.step import Step
-from equipoise.training.sync_batchnorm import synchronise
+from equipoise.training.sync_batchnorm import SyncedBatchNorm, synchronise
 from equipoise.world import ALONE, World
 
 
@@ -135,13 +135,13 @@ def choose_engine(
     if reason := obstacle(recipe, model, loader, world):
         warnings.warn(f"steps run in eager mode, which is slower: {reason}", stacklevel=2)
         return Engine()
-    return CudaEngine(device, on_startup=on_startup)
+    return CudaEngine(device, on_startup=on_startup, communicates=not world.alone)
 
 
 def obstacle(recipe: Recipe, model: nn.Module, loader: AnyLoader, world: World) -> str:
     """Why the steps of a run cannot be captured; empty if they can."""
-    if not world.alone:
-        return "several processes average their gradients in between"
+    if not world.capturable and any(isinstance(module, SyncedBatchNorm) for module in model.modules()):
+        return "BatchNorm communicates inside a pass, which only nccl can do in a CUDA graph"
     if not isinstance(loader, Loader):
         return "the images are not on the device"
     if any(isinstance(module, _DropoutNd) for module in model.modules()):

@@ -86,8 +86,7 @@ class Passes:
             (False, False): self._loss_of(clean, 0 if self.full_pass_is_clean else raw),
             (False, True): self._loss_of(clean),
         }
-        self._generator = torch.Generator(device)
-        engine.register(self._generator)
+        self._generators: dict[int, torch.Generator] = {}  # of attacks, by number of images over all processes
         self._fast_assemble = engine.compiled(assemble)
         self._fast_model = engine.compiled(model)
         self._losses = losses
@@ -126,7 +125,7 @@ class Passes:
         size = self._size(ref)
         if ref != self._ref:
             generator = self._attack_generator(ref) if ref.attacked else None
-            key = ("batch", *ref.kind, size) if isinstance(self._loader, Loader) else None
+            key = ("batch", *self.kind(ref, size)) if isinstance(self._loader, Loader) else None
             self._engine.run(key, partial(self._make_batch, ref, size, generator))
             self._ref = ref
         return size
@@ -154,18 +153,28 @@ class Passes:
             return self._loader.place(ref.epoch, ref.batch)
         return len(range(self._world.rank, self._loader.order.size(ref.epoch, ref.batch), self._world.size))
 
+    def _images_of_all(self, ref: BatchRef) -> int:
+        """Number of images of a batch, over all processes."""
+        return self._loader.order.size(ref.epoch, ref.batch)
+
+    def kind(self, ref: BatchRef, size: int) -> tuple[bool, bool, int, int]:
+        """What decides the work of a pass, besides values on the device: attack, raw, images here, images of all."""
+        return *ref.kind, size, self._images_of_all(ref)
+
     def _attack_generator(self, ref: BatchRef) -> torch.Generator:
         self.attacks += 1
-        generator = self._generator
-        if not self._world.alone:
-            generator = own_generator(self._world, self._device, self._loader.order.size(ref.epoch, ref.batch))
+        images = 0 if self._world.alone else self._images_of_all(ref)
+        if images not in self._generators:
+            self._generators[images] = own_generator(self._world, self._device, images)
+            self._engine.register(self._generators[images])
+        generator = self._generators[images]
         return generator.manual_seed(derive(self._recipe.seed, "attack", self._step, *ref.purpose))
 
     def _make_batch(self, ref: BatchRef, size: int, generator: torch.Generator | None) -> None:
         x, y = self._images(ref, size)
         batch: tuple[Tensor, ...] = (x, y)
         if ref.attacked or not self.attacks_steps:
-            fast = self._is_usual(size) and self._engine.captures
+            fast = self._is_usual(ref) and self._engine.captures
             model = self._fast_model if fast else self._model
             with autocast(self._recipe.precision, self._device):
                 batch = self._recipe.objective.prepare(model, x, y, generator)  # type: ignore[arg-type]
@@ -175,7 +184,7 @@ class Passes:
 
     def _images(self, ref: BatchRef, size: int) -> tuple[Tensor, Tensor]:
         if isinstance(self._loader, Loader):
-            return self._loader.assemble(size, self._fast_assemble if self._is_usual(size) else assemble, ref.raw)
+            return self._loader.assemble(size, self._fast_assemble if self._is_usual(ref) else assemble, ref.raw)
         position = (ref.epoch, ref.batch)
         if self._stream is None or self._stream[0] != position:
             self._stream = (position, self._loader.epoch(ref.epoch, start=ref.batch))
@@ -183,9 +192,9 @@ class Passes:
         self._stream = ((ref.epoch, ref.batch + 1), self._stream[1])
         return images
 
-    def _is_usual(self, size: int) -> bool:
+    def _is_usual(self, ref: BatchRef) -> bool:
         """Whether a batch is worth compiling for; a last, smaller one is not."""
-        return size == self._loader.order.batch
+        return self._images_of_all(ref) == self._loader.order.batch
 
     def _kept(self, old: tuple[Tensor, ...] | None, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Tensors with these values: copies at fixed addresses if the engine captures."""
@@ -208,7 +217,7 @@ class Passes:
     def evaluate(self, ref: BatchRef, at_snapshot: bool) -> Tensor:
         """Mean loss of a batch, without gradient."""
         size = self.prepare(ref)
-        self._engine.run(("evaluate", at_snapshot, *ref.kind, size), partial(self._evaluate, ref, size))
+        self._engine.run(("evaluate", at_snapshot, *self.kind(ref, size)), partial(self._evaluate, ref, size))
         return self._loss.clone()
 
     def _evaluate(self, ref: BatchRef, size: int) -> None:
@@ -218,7 +227,9 @@ class Passes:
     def differentiate(self, ref: BatchRef, at_snapshot: bool) -> Tensor:
         """Mean loss of a batch; its gradient is then in the flat gradient vector."""
         size = self.prepare(ref)
-        self._engine.run(("differentiate", at_snapshot, *ref.kind, size), partial(self._differentiate, ref, size))
+        self._engine.run(
+            ("differentiate", at_snapshot, *self.kind(ref, size)), partial(self._differentiate, ref, size)
+        )
         return self._loss.clone()
 
     def _differentiate(self, ref: BatchRef, size: int) -> None:
@@ -248,11 +259,11 @@ class Passes:
 
     def _forward(self, ref: BatchRef, size: int) -> tuple[Tensor, Tensor]:
         batch = self._batches[ref.kind, size]
-        losses = self._fast_losses if self._is_usual(size) else self._losses
+        losses = self._fast_losses if self._is_usual(ref) else self._losses
         loss, logits = losses[ref.kind](*batch)
         if not self._world.alone:
             # Each process has a share of the batch: the mean over the processes is the mean over the batch.
-            loss = loss * (self._world.size * size / self._loader.order.size(ref.epoch, ref.batch))
+            loss = loss * (self._world.size * size / self._images_of_all(ref))
         return loss, logits
 
     # What the last pass at the live weights has left
