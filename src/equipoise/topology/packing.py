@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.storage.pack import pack_layer, pack_masks, tied_parameters, traced_or_same
+from equipoise.storage.pack import pack_layer, pack_masks, tied_parameters, add_shortcuts
 from equipoise.storage.packed import PackedWeight
 from equipoise.storage.packed_modules import PackedLayer, is_packable
 from equipoise.storage.sparse_weight import SparseWeight
@@ -59,7 +59,7 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
         model = copy.deepcopy(model)
         for layer in what.layers:
             pack_layer(model, layer.name, layer.mask(), layer.final)
-    return traced_or_same(model)
+    return add_shortcuts(model)
 
 
 def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:
