@@ -379,4 +379,7 @@ class BlockedBatchNorm2d(BlockedBatchNorm, nn.BatchNorm2d):
     """BatchNorm2d for plain and blocked activations."""
 
 
-BLOCKED_NORMS: dict[type[_BatchNorm], type[BlockedBatchNorm]] = {nn.BatchNorm1d: BlockedBatchNorm1d, nn.BatchNorm2d: BlockedBatchNorm2d}
+BLOCKED_NORMS: dict[type[_BatchNorm], type[BlockedBatchNorm]] = {
+    nn.BatchNorm1d: BlockedBatchNorm1d,
+    nn.BatchNorm2d: BlockedBatchNorm2d,
+}

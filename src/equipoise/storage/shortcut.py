@@ -107,8 +107,9 @@ class Shortcut:
 
     def _expected(self, x: Tensor) -> tuple[frozenset[str], Any]:
         """The outcome of the forward of the class, and the linear layers whose input has more than two dimensions."""
-        names = {layer: name for name, layer in self.module.named_modules() if isinstance(layer, PackedLinear)}
-        tokens = set()
+        linear = [(name, layer) for name, layer in self.module.named_modules() if isinstance(layer, PackedLinear)]
+        names: dict[nn.Module, str] = {layer: name for name, layer in linear}
+        tokens: set[str] = set()
 
         def look(layer: nn.Module, args: tuple[Any, ...]) -> None:
             if args[0].dim() > 2:

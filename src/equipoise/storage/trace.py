@@ -1,8 +1,9 @@
 """Read the graph of a model from the source of its forward.
 
-Running a forward on symbolic values would freeze every decision that Python takes in that run: attributes, modes, types,
-exceptions. The reader executes nothing. It accepts source that calls modules, torch's functions and tensor methods one
-after another, and refuses everything else, so that a graph exists only if it computes what the source computes.
+Running a forward on symbolic values would freeze every decision that Python takes in that run: by attributes, modes,
+types or exceptions. The reader executes nothing. It accepts source that calls modules, torch's functions and tensor
+methods one after another and refuses everything else, so that a graph exists only if it computes what the source
+computes.
 """
 
 from __future__ import annotations
@@ -316,7 +317,7 @@ class _Scope:
         if any(keyword.arg in (None, "out") for keyword in keywords):
             raise _UnreadableError
         if isinstance(callee, tuple) and isinstance(callee[0], nn.Module):
-            return self.reader.method(*callee, args, kwargs)
+            return self.reader.method(callee[0], callee[1], args, kwargs)
         if any(isinstance(value, nn.Module) for value in (*args, *kwargs.values())):
             raise _UnreadableError
         if isinstance(callee, tuple):
@@ -358,7 +359,8 @@ def is_leaf(module: nn.Module) -> bool:
     """Whether a module stays one call in a graph: those of torch and of packed models, except containers."""
     if isinstance(module, (PackedLayer, BlockedBatchNorm)):
         return True
-    return type(module) not in CONTAINERS and type(module).forward.__module__.startswith("torch.nn.modules.")
+    defined_in = getattr(type(module).forward, "__module__", None) or ""
+    return type(module) not in CONTAINERS and defined_in.startswith("torch.nn.modules.")
 
 
 def _has_usual_forward(own: dict[str, Any]) -> bool:

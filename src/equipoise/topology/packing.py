@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.storage.pack import pack_layer, pack_masks, tied_parameters, add_shortcuts
+from equipoise.storage.pack import add_shortcuts, pack_layer, pack_masks, tied_parameters
 from equipoise.storage.packed import PackedWeight
 from equipoise.storage.packed_modules import PackedLayer, is_packable
 from equipoise.storage.sparse_weight import SparseWeight

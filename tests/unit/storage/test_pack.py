@@ -163,7 +163,9 @@ def test_round_trip_is_exact(make: Callable[[], nn.Module], shape: tuple[int, ..
 
 
 @pytest.mark.parametrize("make", [vgg_c, resnet18])
-def test_real_networks_stay_blocked_throughout(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_networks_stay_blocked_throughout(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make()
     mine = pack(model, sparse(model, 0.02))
     assert blocked_modules(mine) == [""]
