@@ -13,8 +13,10 @@ from equipoise.cli.common import Best, Run, console, open_run
 def export(
     run: Run,
     out: Annotated[Path, typer.Argument(help="File to write, such as out.safetensors.")],
-    values: Annotated[str, typer.Option(help="Type of packed weights: float32, bf16 or int8.")] = "float32",
-    format_: Annotated[str, typer.Option("--format", help="packed, onnx or state_dict (safetensors).")] = "packed",
+    values: Annotated[
+        str, typer.Option(help="Type of the weights: float32, int8 (packed, c) or bf16 (packed).")
+    ] = "float32",
+    format_: Annotated[str, typer.Option("--format", help="packed, c, onnx or state_dict (safetensors).")] = "packed",
     weights: Annotated[str, typer.Option(help="plain, bn_recalibrated or ema, see `equipoise eval`.")] = "plain",
     best: Best = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
