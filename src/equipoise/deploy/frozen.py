@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,7 +17,7 @@ from equipoise.kernels.library import LANES, available
 from equipoise.storage.blocked_graph import BLOCKED, blocked_graph
 from equipoise.storage.pack import use_blocked_norms
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
-from equipoise.storage.shortcut import Run, Shortcut
+from equipoise.storage.shortcut import Plan, Run, Shortcut
 from equipoise.storage.trace import Reading, read
 
 FEW = 8  # fewer images run faster plane by plane than side by side
@@ -86,6 +86,9 @@ class Frozen(Shortcut):
         parts = _parts(blocked_graph(reading.graph, self.module, tokens), self.module)
         return None if parts is None or self.module.training else Stretch(self.module, *parts)
 
+    def is_current(self, plan: Plan) -> bool:
+        return super().is_current(plan) and cast(Stretch, plan.run).has_present_weights()
+
 
 class Stretch:
     """A graph with one blocked stretch, which runs as programs."""
@@ -96,6 +99,17 @@ class Stretch:
         self._dims = {dims for dims in (2, 3, 4) if supports(inside, model, dims)}
         self._programs: dict[tuple[int, ...], Program] = {}
         self._lock = threading.Lock()  # programs own their buffers
+        called = [model.get_submodule(str(node.target)) for node in inside if node.op == "call_module"]
+        self._tensors = [tensors for module in called for tensors in (module._parameters, module._buffers)]
+        self._weights = self._present_weights()
+
+    def has_present_weights(self) -> bool:
+        """Whether the weights are still those that the programs copied."""
+        return self._weights == self._present_weights()
+
+    def _present_weights(self) -> list[tuple[int, int]]:
+        """Changes if a tensor is replaced or written to."""
+        return [(t.data_ptr(), t._version) for tensors in self._tensors for t in tensors.values() if t is not None]
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, given: Tensor) -> Any:

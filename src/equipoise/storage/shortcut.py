@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import warnings
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class Shortcut:
         self.module = module
         self.original = types.MethodType(type(module).forward, module)
         functools.update_wrapper(self, self.original)
+        self._name = next(iter(inspect.signature(self.original).parameters), None)
         self._plans: dict[tuple[bool, int], Plan | None] = {}
         self._differs = False
 
@@ -61,20 +63,24 @@ class Shortcut:
         """
         raise NotImplementedError
 
+    def is_current(self, plan: Plan) -> bool:
+        """Whether the plan is that of the module as it is now."""
+        return plan.reading.is_current()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module,)  # a copy reads its module again
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and kwargs.keys() == {self._name}:
+            args, kwargs = tuple(kwargs.values()), {}
         if self._differs or kwargs or len(args) != 1 or not _is_batch(args[0]) or _is_special():
             return self.original(*args, **kwargs)
         x: Tensor = args[0]
         key = self.module.training, x.dim()
         plan = self._plans.get(key)
-        if key not in self._plans or (plan is not None and not plan.reading.is_current()):
+        if key not in self._plans or (plan is not None and not self.is_current(plan)):
             plan = self._first(key, x)
-        if plan is None:
-            return self.original(x)
-        return plan.run(self.module, x)
+        return self.original(x) if plan is None else plan.run(self.module, x)
 
     @torch.no_grad()
     def _first(self, key: tuple[bool, int], x: Tensor) -> Plan | None:
@@ -85,43 +91,27 @@ class Shortcut:
         self._plans[key] = None
         if reading is None:
             return None
-        tokens, expected = self._expected(x)
-        run = self.compile(reading, tokens)
+        tokens: set[PackedLinear] = set()
+        expected = _outcome(lambda twin: type(twin).forward(twin, x), self.module, tokens)
+        names = {name for name, layer in self.module.named_modules() if layer in tokens}
+        run = self.compile(reading, frozenset(names))
         if run is None:
             return None
         plan = Plan(reading, run)
         found = _outcome(lambda twin: run(twin, x), self.module)
         if isinstance(expected, Exception) and isinstance(found, Exception):
             del self._plans[key]  # the input was wrong
-            return plan
-        if _agree(found, expected):
+        elif _agree(found, expected):
             self._plans[key] = plan
-            return plan
-        self._differs = True
-        warnings.warn(
-            f"the blocked layout would change what {type(self.module).__name__} computes; its layers run one by one, "
-            "which is slower",
-            stacklevel=4,
-        )
-        return None
-
-    def _expected(self, x: Tensor) -> tuple[frozenset[str], Any]:
-        """The outcome of the forward of the class, and the linear layers whose input has more than two dimensions."""
-        linear = [(name, layer) for name, layer in self.module.named_modules() if isinstance(layer, PackedLinear)]
-        names: dict[nn.Module, str] = {layer: name for name, layer in linear}
-        tokens: set[str] = set()
-
-        def look(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            if args[0].dim() > 2:
-                tokens.add(names[layer])
-
-        hooks = [layer.register_forward_pre_hook(look) for layer in names]
-        try:
-            expected = _outcome(lambda twin: type(twin).forward(twin, x), self.module)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return frozenset(tokens), expected
+        else:
+            self._differs = True
+            warnings.warn(
+                f"the blocked layout would change what {type(self.module).__name__} computes; "
+                "its layers run one by one, which is slower",
+                stacklevel=5,
+            )
+            return None
+        return plan
 
 
 def _is_batch(x: Any) -> bool:
@@ -133,9 +123,9 @@ def _is_special() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or _has_any_global_hook()
 
 
-def _outcome(function: Callable[[nn.Module], Any], module: nn.Module) -> Any:
+def _outcome(function: Callable[[nn.Module], Any], module: nn.Module, tokens: set[PackedLinear] | None = None) -> Any:
     """The result and the buffers after a call on a copy of the module, or the error that it raised."""
-    twin = _twin(module, {})
+    twin = _twin(module, {}, tokens)
     with torch.random.fork_rng(devices=[]):
         try:
             return function(twin), *twin.buffers()
@@ -143,17 +133,32 @@ def _outcome(function: Callable[[nn.Module], Any], module: nn.Module) -> Any:
             return error
 
 
-def _twin(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+def _twin(module: nn.Module, made: dict[nn.Module, nn.Module], tokens: set[PackedLinear] | None) -> nn.Module:
     """A module with the same parameters, and copies of its buffers and attributes. Shortcuts are left out."""
-    if isinstance(module, PackedLayer):
-        return module  # its forward changes no state
+    if isinstance(module, PackedLayer):  # whose forward changes no state
+        return _Watched(module, tokens) if tokens is not None and isinstance(module, PackedLinear) else module
     if module not in made:
         twin = made[module] = module.__new__(type(module))
         own = {name: value for name, value in vars(module).items() if name != "forward"}
         buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
-        children = {name: None if child is None else _twin(child, made) for name, child in module._modules.items()}
+        children = {
+            name: None if child is None else _twin(child, made, tokens) for name, child in module._modules.items()
+        }
         twin.__dict__ = {**own, "_buffers": buffers, "_modules": children}
     return made[module]
+
+
+class _Watched(nn.Module):
+    """A linear layer that is added to a set if its input has more than two dimensions."""
+
+    def __init__(self, layer: PackedLinear, tokens: set[PackedLinear]) -> None:
+        super().__init__()
+        self.layer, self.tokens = layer, tokens
+
+    def forward(self, x: Tensor) -> Any:
+        if x.dim() > 2:
+            self.tokens.add(self.layer)
+        return self.layer(x)
 
 
 def _agree(found: Any, expected: Any) -> bool:

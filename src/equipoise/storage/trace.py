@@ -91,7 +91,7 @@ class Reading:
     def is_current(self) -> bool:
         """Whether a model that is read again gives the same graph, and no module in it has hooks."""
         try:
-            return all(_method(kind, name) is function for (kind, name), function in self.functions.items()) and all(
+            return all(getattr(kind, name, None) is function for (kind, name), function in self.functions.items()) and all(
                 module.__class__ is kind and _has_usual_forward(own) and state(own) == before
                 for module, kind, own, state, before in self._checks
             )
@@ -168,7 +168,7 @@ class _Reader:
         return returned[0]
 
     def method(self, owner: nn.Module, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        method = self.reading.functions[type(owner), name] = _method(type(owner), name)
+        method = self.reading.functions[type(owner), name] = getattr(type(owner), name)
         if name in vars(owner):
             raise _UnreadableError
         return self.function(method, owner, args, kwargs)
@@ -366,10 +366,6 @@ def is_leaf(module: nn.Module) -> bool:
 def _has_usual_forward(own: dict[str, Any]) -> bool:
     """Whether calling a module with these attributes runs the forward of its class, or one that computes the same."""
     return "forward" not in own or getattr(own["forward"], "computes_the_same", False)
-
-
-def _method(kind: type, name: str) -> Any:
-    return inspect.getattr_static(kind, name, None)
 
 
 def _definition(function: FunctionType) -> ast.FunctionDef | None:
