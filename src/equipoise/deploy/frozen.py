@@ -15,7 +15,7 @@ from equipoise.deploy.program import Program, supports
 from equipoise.kernels.blocked import as_float32, from_blocked, to_blocked
 from equipoise.kernels.library import LANES, available
 from equipoise.storage.blocked_graph import BLOCKED, blocked_graph
-from equipoise.storage.pack import use_blocked_norms
+from equipoise.storage.pack import dense_layers, use_blocked_norms
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
 from equipoise.storage.shortcut import Plan, Run, Shortcut
 from equipoise.storage.trace import Reading, read
@@ -43,7 +43,7 @@ def freeze(model: nn.Module) -> nn.Module:
     reading = read(model) if available() else None
     if reading is not None:
         use_blocked_norms(reading)
-        if _parts(blocked_graph(reading.graph, model), model) is not None:
+        if _parts(blocked_graph(reading.graph, model, dense_layers(model)), model) is not None:
             model.forward = Frozen(model)
     return model
 
@@ -83,7 +83,7 @@ class Frozen(Shortcut):
     """The forward of a frozen model: programs, one per input shape and number of images, built when first needed."""
 
     def compile(self, reading: Reading, tokens: frozenset[str]) -> Run | None:
-        parts = _parts(blocked_graph(reading.graph, self.module, tokens), self.module)
+        parts = _parts(blocked_graph(reading.graph, self.module, tokens | dense_layers(self.module)), self.module)
         return None if parts is None or self.module.training else Stretch(self.module, *parts)
 
     def is_current(self, plan: Plan) -> bool:

@@ -21,19 +21,18 @@ BLOCKED = (operators.relu, operators.max_pool, operators.add, operators.avg_pool
 BORDERED = {to_blocked, operators.relu, operators.max_pool, operators.add}
 
 
-def blocked_graph(graph: fx.Graph, model: nn.Module, tokens: frozenset[str] = frozenset()) -> fx.Graph:
+def blocked_graph(graph: fx.Graph, model: nn.Module, plain: frozenset[str]) -> fx.Graph:
     """Return a graph of the same function, with packed layers and the operations around them in the blocked layout.
 
     Args:
         graph: The graph of a packed model.
         model: The model.
-        tokens: Linear layers whose input has more than two dimensions, by name. The blocked layout is for images and
-            vectors; these layers take plain tensors.
+        plain: Packed layers that take plain tensors, by name.
     """
-    new = _Converter(graph, model, tokens).run()
+    new = _Converter(graph, model, plain).run()
     modules = dict(model.named_modules())
     _fuse(new, modules)
-    _set_borders(new, modules)
+    _set_borders(new, {name: module for name, module in modules.items() if name not in plain})
     new.lint()
     return new
 
@@ -45,8 +44,8 @@ def _pair(value: Any) -> tuple[int, int]:
 class _Converter:
     """Copies a graph node by node and records which values are blocked."""
 
-    def __init__(self, graph: fx.Graph, model: nn.Module, tokens: frozenset[str]) -> None:
-        self.old, self.modules, self.tokens = graph, dict(model.named_modules()), tokens
+    def __init__(self, graph: fx.Graph, model: nn.Module, plain: frozenset[str]) -> None:
+        self.old, self.modules, self.layers_left_plain = graph, dict(model.named_modules()), plain
         self.new = fx.Graph()
         self.plain: dict[Node, Node] = {}
         self.blocked: dict[Node, Node] = {}
@@ -89,7 +88,7 @@ class _Converter:
         if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
             return None
         source = node.args[0]
-        if isinstance(module, PackedLayer) and not module.dense and node.target not in self.tokens:
+        if isinstance(module, PackedLayer) and node.target not in self.layers_left_plain:
             return self.new.call_module(str(node.target), (self._as_blocked(source),))
         if source not in self.blocked:
             return None
@@ -235,4 +234,4 @@ def _set_borders(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
 
 def _padding(node: Node, modules: dict[str, nn.Module]) -> tuple[int, int]:
     module = modules.get(str(node.target)) if node.op == "call_module" else None
-    return module.shape.padding if isinstance(module, PackedLayer) and not module.dense else (0, 0)
+    return module.shape.padding if isinstance(module, PackedLayer) else (0, 0)

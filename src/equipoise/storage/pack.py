@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -44,7 +44,7 @@ def _add_shortcuts(module: nn.Module) -> None:
     reading = None if is_leaf(module) else read(module)
     if reading is not None and any(isinstance(part, PackedLayer) for part in reading.modules):
         use_blocked_norms(reading)
-        module.forward = BlockedForward(module)
+        module.forward = BlockedForward(module, dense_layers(module))
     elif not is_leaf(module):
         for child in module.children():
             _add_shortcuts(child)
@@ -57,11 +57,29 @@ def use_blocked_norms(reading: Reading) -> None:
             BlockedBatchNorm.from_torch(cast(_BatchNorm, module))
 
 
+def dense_layers(model: nn.Module) -> frozenset[str]:
+    """Return the names of the packed layers for which torch's dense operation is faster."""
+    return frozenset(name for name, layer in model.named_modules() if isinstance(layer, PackedLayer) and layer.dense)
+
+
 class BlockedForward(Shortcut):
-    """The forward of a packed model, with activations in the blocked layout from layer to layer."""
+    """The forward of a packed model, with activations in the blocked layout from layer to layer.
+
+    Args:
+        module: The module.
+        dense: Layers that run dense, on plain tensors. They are those of the model when it is packed, so that a run
+            whose density changes computes the same numbers if it is stopped and resumed.
+    """
+
+    def __init__(self, module: nn.Module, dense: frozenset[str]) -> None:
+        super().__init__(module)
+        self._dense = dense
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module, self._dense)
 
     def compile(self, reading: Reading, tokens: frozenset[str]) -> Run:
-        graph = blocked_graph(reading.graph, self.module, tokens)
+        graph = blocked_graph(reading.graph, self.module, tokens | self._dense)
         return type(fx.GraphModule(self.module, graph)).forward  # a function of the module, which it does not keep
 
 

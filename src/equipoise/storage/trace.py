@@ -91,7 +91,9 @@ class Reading:
     def is_current(self) -> bool:
         """Whether a model that is read again gives the same graph, and no module in it has hooks."""
         try:
-            return all(getattr(kind, name, None) is function for (kind, name), function in self.functions.items()) and all(
+            return all(
+                getattr(kind, name, None) is function for (kind, name), function in self.functions.items()
+            ) and all(
                 module.__class__ is kind and _has_usual_forward(own) and state(own) == before
                 for module, kind, own, state, before in self._checks
             )
