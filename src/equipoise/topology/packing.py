@@ -36,8 +36,8 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
     torch's functions and of tensor methods (`equipoise.storage.trace.read`). Everything else runs as it is, with
     conversions around each packed layer: a forward that looks at numbers, types or modes, catches exceptions, sets
     attributes, draws random numbers in Python or changes a tensor in place that is read elsewhere; a call with hooks
-    inside, with other arguments, or under autocast. The first batch of each mode is computed both ways; if they differ, a
-    warning says so and the model runs layer by layer.
+    inside, with other arguments, or under autocast. The first batch of each mode is computed both ways; if the results
+    differ, a warning says so and the model runs layer by layer.
 
     The weight of a packed layer is a vector called `values`, so an optimizer that excludes vectors from weight decay by
     `ndim` must go by name. Frozen weights stay frozen. Tied weights cannot be packed. `unpack` reverses packing.
