@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -155,15 +155,21 @@ def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel | Non
     return data_parallel(compiled) if isinstance(compiled, nn.Module) else None
 
 
-def by_itself(model: nn.Module, live: bool = False) -> AbstractContextManager[None]:
-    """Return a context in which `DistributedDataParallel` does not average gradients after a backward pass.
+@contextmanager
+def by_itself(model: nn.Module, live: bool = False) -> Iterator[None]:
+    """Run a pass after which `DistributedDataParallel` does not average gradients.
 
     Args:
         model: The model, with or without the wrapper.
-        live: Keep the wrapper's buffer synchronisation enabled, which it would leave out after such a pass.
+        live: Whether the pass is at the live weights: the wrapper then synchronises the buffers first. Another pass
+            does not, and the next pass of the caller synchronises them as it would have.
     """
     wrapper = data_parallel(model)
     if wrapper is None:
-        return nullcontext()
-    wrapper.require_forward_param_sync = wrapper.require_forward_param_sync or live
-    return wrapper.no_sync()
+        yield
+        return
+    before, wrapper.require_forward_param_sync = wrapper.require_forward_param_sync, live
+    with wrapper.no_sync():
+        yield
+    if not live:
+        wrapper.require_forward_param_sync = before

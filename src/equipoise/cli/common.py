@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 
 from equipoise.errors import UserError
-from equipoise.world import ALONE, World
 
 if TYPE_CHECKING:
     from equipoise.training import Trainer
+    from equipoise.world import World
 
 console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)  # names and paths are printed verbatim
 
@@ -21,12 +21,13 @@ Best = Annotated[bool, typer.Option("--best", help="Use the best checkpoint inst
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to. Default: a new one in runs/.")]
 
 
-def open_run(run: Path, best: bool = False, world: World = ALONE) -> Trainer:
+def open_run(run: Path, best: bool = False, world: World | None = None) -> Trainer:
     """Return a trainer at the newest valid checkpoint of a run, or at its best. The folder is not changed."""
     from equipoise.training import RunFolder, Trainer, checkpoint, make_recipe
+    from equipoise.world import ALONE
 
     folder = RunFolder.open(run)
-    trainer = Trainer(make_recipe(folder.recipe()), folder, world=world)
+    trainer = Trainer(make_recipe(folder.recipe()), folder, world=world or ALONE)
     state = checkpoint.load(run / "checkpoints" / "best.safetensors") if best else folder.store.newest()
     if state is None:
         raise UserError(f"{run} has no valid checkpoint yet")

@@ -14,7 +14,8 @@ PLURALS = {"topology": "topologies"}
 NOTES = {
     "recipes": "equipoise train RECIPE [OVERLAY ...] [key=value ...], such as\n"
     "equipoise train bsr-vgg16-cifar10-at agent bsr-own-schedule topology.sparsity=0.9",
-    "topologies": "Every dynamic topology also exists as NAME-itop, on ITOP's schedule.",
+    "topologies": "Every dynamic topology also exists as NAME-itop, on ITOP's schedule, and as NAME-fast, for short\n"
+    "budgets.",
     "attacks": "equipoise eval RUN --attack NAME",
     "studies": "equipoise study NAME --data DIR",
     "metrics": "A claim of a study is about one of these.",

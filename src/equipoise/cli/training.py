@@ -13,6 +13,7 @@ from equipoise.errors import UserError
 if TYPE_CHECKING:
     from equipoise.training import Trainer
 
+LOADING, PREPARING = "loading PyTorch ...", "preparing data and model ..."  # shown on terminals
 TensorBoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")]
 MeasureOption = Annotated[
     int, typer.Option("--measure", min=0, help="Measure gradients every N epochs into measure.jsonl; 0 for never.")
@@ -34,9 +35,10 @@ def train(
 
     With several GPUs or processes: torchrun --nproc-per-node=N -m equipoise train RECIPE.
     """
-    from equipoise.training import RunFolder, Trainer, apply_overrides, make_recipe, read_recipe
-    from equipoise.training.processes import joined, restarted
-    from equipoise.training.run_folder import FolderTaken
+    with console.status(LOADING):
+        from equipoise.training import RunFolder, Trainer, apply_overrides, make_recipe, read_recipe
+        from equipoise.training.processes import joined, restarted
+        from equipoise.training.run_folder import FolderTaken
 
     if restarted() and out is not None and (out / "recipe.yaml").is_file():
         resume(out, tensorboard, measure)
@@ -47,7 +49,8 @@ def train(
     with joined(made.device) as world:
         name = f"{Path(recipe).stem}-seed{made.seed}"
         path = new_folder(out, name) if world.leads else Path()
-        trainer = Trainer(made, world=world)
+        with console.status(PREPARING):
+            trainer = Trainer(made, world=world)
         _watch(trainer, path, tensorboard, measure, profile)
         # Last, so that wrong input leaves no folder behind.
         while world.leads and trainer.folder is None:
@@ -61,16 +64,18 @@ def train(
 
 def resume(run: Run, tensorboard: TensorBoardOption = False, measure: MeasureOption = 0) -> None:
     """Continue an interrupted run from its newest valid checkpoint."""
-    from equipoise.training import RunFolder, make_recipe
-    from equipoise.training import resume as resume_run
-    from equipoise.training.processes import joined
+    with console.status(LOADING):
+        from equipoise.training import RunFolder, make_recipe
+        from equipoise.training import resume as resume_run
+        from equipoise.training.processes import joined
 
     folder = RunFolder.open(run)
     recipe = make_recipe(folder.recipe())
     folder.store.keep = recipe.checkpoint.keep
     with joined(recipe.device) as world:
         finished = world.broadcast_object(folder.has_result)
-        trainer = resume_run(folder, recipe, world=world)
+        with console.status(PREPARING):
+            trainer = resume_run(folder, recipe, world=world)
         if trainer.epoch >= recipe.epochs and finished:
             console.print(f"{run} is finished: {trainer.epoch} epochs")
             return

@@ -34,6 +34,12 @@ class RandomState:
         new._device, new._cpu, new._cuda = device, cpu.cpu(), None if cuda is None else cuda.cpu()
         return new
 
+    def is_current(self) -> bool:
+        """Whether the generators are in this state."""
+        now = RandomState(self._device)
+        same_cuda = self._cuda is None or now._cuda is None or torch.equal(self._cuda, now._cuda)
+        return torch.equal(self._cpu, now._cpu) and same_cuda
+
     def restore(self) -> None:
         """Set the generators to this state."""
         torch.set_rng_state(self._cpu)

@@ -56,11 +56,13 @@ class Unpacked:
     Args:
         blueprint: Description of the model.
         model: The dense model in eval mode, with its norms folded.
+        folded: Names of folded norms, and of the layers they were folded into.
         stored: Values and scales in the file.
     """
 
     blueprint: Blueprint
     model: nn.Module
+    folded: Mapping[str, str]
     stored: int
 
 
@@ -190,7 +192,7 @@ def _unpack(header: Header, tensors: Mapping[str, Tensor]) -> Unpacked:
             raise UserError(f'"{key}" is {tensor.dtype}; biases and norms are finite float32')
     weights = decode_all(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
     stored = sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("/gaps"))
-    return Unpacked(blueprint, blueprint.fill(model, weights), stored)
+    return Unpacked(blueprint, blueprint.fill(model, weights), header.folded, stored)
 
 
 def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

@@ -10,15 +10,12 @@ from torch import Tensor, nn
 
 from equipoise.storage.bitmap import get_bits, pack_bits
 from equipoise.storage.flat import FlatParameters
-from equipoise.storage.sparse_weight import SparseWeight, is_cleared
+from equipoise.storage.sparse_weight import BITS, SparseWeight, is_cleared
 
 # Values of `activity`. ACTIVE has all bits set: `value & ACTIVE` keeps a number and `value & NEVER` clears it.
 ACTIVE, NEVER, DROPPED = -1, 0, 1
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-# Integers as wide as each floating-point type: masking bits is exact for NaN and several times faster on a CPU than
-# filling by a boolean mask.
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 2**22  # weights masked at a time on a CPU: larger temporaries would be mapped again at every call
 
 
@@ -63,6 +60,7 @@ def hide_inactive(tensor: Tensor, activity: Tensor) -> None:
     if tensor.is_cuda and activity.is_cuda:
         tensor.detach().masked_fill_(activity >= 0, 0)
         return
+    # Masking bits is exact for NaN and several times faster on a CPU than filling by a boolean mask.
     bits = tensor.detach().view(BITS[tensor.element_size()])
     rows = max(1, CHUNK * len(bits) // bits.numel())
     for part, codes in zip(bits.split(rows), activity.split(rows), strict=True):

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from equipoise.errors import UserError
 from equipoise.storage.bitmap import pack_bits
 
+# Integers as wide as each floating-point type.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class SparseWeight(ABC):
     """One weight and the set of its active indices.
@@ -75,6 +78,11 @@ class SparseWeight(ABC):
     def digest(self) -> bytes:
         """Checksum of the active indices, to compare the masks of processes."""
         return hashlib.blake2b(pack_bits(self.mask().reshape(-1).cpu()).numpy().tobytes(), digest_size=8).digest()
+
+    def checksum(self) -> int:
+        """Sum of the bits of all values, the same in both storages and on every device."""
+        bits = self.parameter.detach().view(BITS[self.parameter.element_size()])
+        return int(bits.sum(dtype=torch.int64))
 
     # Choose and exchange weights
 

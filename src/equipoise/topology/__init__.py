@@ -5,6 +5,7 @@ from __future__ import annotations
 from equipoise.catalogue import Catalogue
 from equipoise.topology.algorithm import Algorithm, Dynamic
 from equipoise.topology.bsr import BSRNet
+from equipoise.topology.fast import fast
 from equipoise.topology.gmp import GMP
 from equipoise.topology.granet import GraNet
 from equipoise.topology.mest import MEST
@@ -43,4 +44,5 @@ __all__ = [
     "RigL",
     "Static",
     "Topology",
+    "fast",
 ]

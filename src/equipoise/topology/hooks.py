@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -64,9 +65,18 @@ class Hooks:
         return loss
 
     def _after_step(self, *_: Any) -> None:
-        if not overflowed(self._topology.optimizer):
-            self._topology.after_step()
-            self._topology.count_step()
+        topology = self._topology
+        if overflowed(topology.optimizer):
+            return
+        topology.after_step()
+        topology.count_step()
+        topology.pruned.warn(stacklevel=3)  # the caller of optimizer.step()
+        if topology.window is not None and topology.steps == topology.window.total + 1:
+            warnings.warn(
+                f"step {topology.steps} is past total_steps={topology.window.total}, and the topology no longer "
+                "changes; attach with the number of steps of the whole training",
+                stacklevel=3,
+            )
 
 
 @torch.no_grad()

@@ -33,6 +33,8 @@ class SET(Dynamic):
         super().__post_init__()
         if self.criterion not in ("magnitude", "signed"):
             raise UserError(f'criterion="{self.criterion}": expected "magnitude" or "signed"')
+        if self.criterion == "signed" and self.min_fan_in:
+            raise UserError(f'min_fan_in={self.min_fan_in}: only with criterion="magnitude"')
 
     def drop(self, layer: SparseWeight, count: int) -> Tensor:
         if self.criterion == "magnitude" or count == 0:

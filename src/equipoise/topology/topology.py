@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +16,11 @@ from equipoise.storage.flat import FlatParameters
 from equipoise.storage.masked import Compile, MaskedTensor, MaskedWeight
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
-from equipoise.topology.attach_checks import check_attaching, check_state
+from equipoise.topology.attach_checks import PrunedLayers, check_arguments, check_attaching, check_state
 from equipoise.topology.followers import Follower, Followers
 from equipoise.topology.growth import GrowthGradients
 from equipoise.topology.hooks import Hooks
-from equipoise.topology.initial import plan_layers
+from equipoise.topology.initial import plan_layers, warn_about_lost
 from equipoise.topology.optimizer_state import SkippedStep, loss_scale, restart_lbfgs, start_rprop
 from equipoise.topology.packing import packed_weights
 from equipoise.topology.rewiring import make_rewiring
@@ -64,6 +63,7 @@ class Topology:
         compile: Compile = lambda function: function,
         hooks: bool = True,
     ) -> None:
+        check_arguments(algorithm, model, optimizer)
         self.algorithm = algorithm
         self.optimizer = optimizer
         self.window = algorithm.window(total_steps)
@@ -78,8 +78,9 @@ class Topology:
         self.growth = GrowthGradients(algorithm, self.layers, self.world)
         self._hooks: Hooks | None = None
         check_attaching(self, model, _OWNERS)
-        self._nonzeros = {layer.name: int(torch.count_nonzero(layer.parameter)) for layer in self.layers}
+        self._unverified: dict[str, int] = {}  # checksums of a loaded state, until the next step
         self.rewiring = make_rewiring(algorithm, self.layers, self.states, self._followers, flat, compile)
+        self.pruned = PrunedLayers(unwrap(model), self.layers)
         self.apply()
         for layer in self.layers:
             _OWNERS[layer.parameter] = weakref.ref(self)
@@ -208,6 +209,7 @@ class Topology:
     def before_step(self) -> None:
         """Prepare the gradients of a step, after its last backward pass."""
         if self.attached:
+            self._verify()
             self.growth.all_reduce()
         if self.algorithm.dense_gradient == "always":
             scale = loss_scale(self.optimizer)
@@ -288,13 +290,14 @@ class Topology:
     # Save, load, copy
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks, exploration and counters."""
+        """Masks, exploration and counters, and checksums of the weights that belong to them."""
         return {
             "algorithm": type(self.algorithm).__name__,
             "steps": self.steps,
             "updates": self.updates,
             "layers": {layer.name: layer.state_dict() for layer in self.layers},
             "memory": {layer.name: layer.memory for layer in self.layers if layer.memory is not None},
+            "checksums": {layer.name: layer.checksum() for layer in self.layers},
         }
 
     @torch.no_grad()
@@ -302,22 +305,27 @@ class Topology:
         """Load the masks and counters of a saved topology. A wrong state is refused and changes nothing.
 
         To resume, attach first, as in the run that was saved, and then load the model, the optimizer and the
-        topology: attaching sets the weights outside the initial mask to zero.
+        topology, in any order. The next step of the optimizer raises an error if the weights are not those of the
+        saved model.
         """
-        counts = check_state(self, state)
+        check_state(self, state)
         self.steps, self.updates = state["steps"], state["updates"]
-        lost = False
         for layer in self.layers:
-            before = int(torch.count_nonzero(layer.parameter))
             layer.load_state_dict(state["layers"][layer.name])
             self._load_memory(layer, state["memory"].get(layer.name))
-            lost |= isinstance(layer, MaskedWeight) and before < self._nonzeros[layer.name] <= counts[layer.name]
-        if lost:
-            warnings.warn(
-                "attaching set weights to zero that are active in the loaded state; load the model after attaching",
-                stacklevel=3,
-            )
+        self._unverified = dict(state.get("checksums", {}))
         self._begin_step()
+
+    def _verify(self) -> None:
+        """Raise an error if the weights are not those of a state that was loaded since the last step."""
+        unverified, self._unverified = self._unverified, {}
+        for layer in self.layers if unverified else ():
+            if layer.checksum() != unverified[layer.name]:
+                self._unverified = unverified
+                raise UserError(
+                    f'"{layer.name}" does not have the values of the loaded topology; '
+                    "load the model, the optimizer and the topology of one checkpoint, after attaching"
+                )
 
     def _load_memory(self, layer: SparseWeight, memory: Tensor | None) -> None:
         if layer.memory is not None and memory is not None and self.rewiring is not None:
@@ -365,7 +373,9 @@ def _sparse_weights(
     stretches = [] if flat is None else flat.stretches
     vectors = {id(stretch): MaskedTensor(stretch, shared=True, compile=compile) for stretch in stretches}
     layers: list[SparseWeight] = []
-    for planned in plan_layers(algorithm, model):
+    plan = plan_layers(algorithm, model)
+    warn_about_lost(algorithm, plan, stacklevel=4)  # the caller of attach()
+    for planned in plan:
         masked = vectors[id(flat.stretch_of(planned.weight))] if flat is not None else None
         layers.append(MaskedWeight(planned.name, planned.weight, planned.active, planned.final, masked, flat))
     return layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -11,11 +13,15 @@ from equipoise.data import FolderLoader, Images, Splits
 from equipoise.errors import UserError
 from equipoise.models import MODELS, Normalize
 from equipoise.training.loaders import AnyLoader
+from equipoise.training.pretrained import load_weights
 from equipoise.training.recipe import Recipe
 
 
 def make_model(recipe: Recipe, splits: Splits) -> nn.Module:
-    """The model for the classes, channels and image size of the data, normalising with the data's statistics."""
+    """The model for the classes, channels and image size of the data, normalising with the data's statistics.
+
+    It has the pretrained weights of the recipe, if there are any.
+    """
     factory = MODELS[recipe.model]
     known = parameters_of(factory)
     options = {"classes": len(splits.classes), "channels": len(splits.mean), **recipe.model_options}
@@ -28,6 +34,8 @@ def make_model(recipe: Recipe, splits: Splits) -> nn.Module:
     normalize = getattr(model, "normalize", None)
     if isinstance(normalize, Normalize) and recipe.data.normalize:
         normalize.set(splits.mean, splits.std)
+    if recipe.weights is not None:
+        load_weights(model, Path(recipe.weights))
     return model
 
 

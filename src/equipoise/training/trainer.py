@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,13 +92,18 @@ class Trainer:
 
     @property
     def raw(self) -> dict[str, Any]:
-        """The recipe with the mode of the correction and the storage that were chosen, as a resumed run needs it."""
+        """The recipe with the mode of the correction and the storage that were chosen, as a resumed run needs it.
+
+        The file of pretrained weights is named by its full path.
+        """
         raw, estimator = dict(self.recipe.raw), self.parts.correction.estimator
         if estimator.corrects and len(estimator.modes) > 1:
             name, options = split(raw["correction"], "correction")
             raw["correction"] = {"name": name, **options, "mode": estimator.mode}
         if self.parts.topology.layers:
             raw["storage"] = self.parts.topology.storage
+        if self.recipe.weights is not None:
+            raw["weights"] = str(Path(self.recipe.weights).resolve())
         return raw
 
     def run(self) -> dict[str, Any]:
