@@ -9,6 +9,7 @@ from equipoise.topology.fast import fast
 from equipoise.topology.gmp import GMP
 from equipoise.topology.granet import GraNet
 from equipoise.topology.mest import MEST
+from equipoise.topology.pattern import PATTERNS
 from equipoise.topology.rigl import RigL
 from equipoise.topology.set import SET
 from equipoise.topology.snfs import SNFS
@@ -34,6 +35,7 @@ __all__ = [
     "ALGORITHMS",
     "GMP",
     "MEST",
+    "PATTERNS",
     "SET",
     "SNFS",
     "Algorithm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from equipoise.config import shown
 from equipoise.errors import UserError
 from equipoise.topology.distribution import Distribution, Shapes, active_counts
+from equipoise.topology.pattern import NM, parse_pattern
 from equipoise.topology.schedule import Decay, Window, decay, interval
 from equipoise.topology.selection import Selector, as_selectors
 
@@ -38,6 +40,9 @@ class Algorithm:
             get a random mask. `random`: every weight gets a random mask.
         min_fan_in: Number of active weights that every unit keeps, if its layer has as many per unit. A unit is an
             entry of the first dimension of a weight.
+        pattern: Structure of the active weights: `n:m` such as `2:4`, `transposable 2:4`, blocks of outputs x inputs
+            such as `16x1`, or `fan_in`, the same number of weights for every output. Weights that do not divide stay
+            dense.
         seed: Seed of the initial mask and of random growth.
     """
 
@@ -49,6 +54,7 @@ class Algorithm:
     dense_last: bool = False
     initial_mask: Literal["nonzeros", "random"] = "nonzeros"
     min_fan_in: int = 0
+    pattern: str = ""
     seed: int = 0
 
     # Whether single layers have no fixed number of active weights, only the network.
@@ -66,6 +72,7 @@ class Algorithm:
             raise UserError(f'initial_mask="{self.initial_mask}": expected "nonzeros" or "random"')
         if self.min_fan_in < 0:
             raise UserError(f"min_fan_in={self.min_fan_in}: a number of weights must not be negative")
+        self._check_pattern()
 
     def _check_numbers(self) -> None:
         """Refuse a number in quotes, which would fail later with an unclear message."""
@@ -73,6 +80,18 @@ class Algorithm:
             value = getattr(self, field.name)
             if field.type in ("int", "float", "int | float", int, float) and not isinstance(value, Real):
                 raise UserError(f"{field.name}={shown(value)}: expected a number")
+
+    def _check_pattern(self) -> None:
+        pattern = parse_pattern(self.pattern)
+        if pattern is not None and self.min_fan_in:
+            raise UserError(f'min_fan_in={self.min_fan_in}: not with pattern="{pattern}", whose counts are fixed')
+        if isinstance(pattern, NM):
+            if not math.isclose(self.sparsity, pattern.sparsity):
+                raise UserError(f'sparsity={self.sparsity}: pattern="{pattern}" has sparsity={pattern.sparsity:g}')
+            if not isinstance(self.distribution, str):
+                raise UserError(
+                    f'pattern="{pattern}" gives every weight the same density; leave out the distribution'
+                )
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int | None = None) -> Topology:
         """Make the model sparse and keep it sparse at every step of the optimizer.
@@ -97,7 +116,11 @@ class Algorithm:
 
     def final_counts(self, shapes: Shapes, model: nn.Module) -> dict[str, int]:
         """Number of active weights of each layer at the end."""
-        return active_counts(self.distribution, shapes, 1 - self.sparsity, model)
+        counts = active_counts(self.distribution, shapes, 1 - self.sparsity, model)
+        pattern = parse_pattern(self.pattern)
+        if pattern is None:
+            return counts
+        return {name: pattern.final_count(count, shapes[name]) for name, count in counts.items()}
 
     def fan_in(self, units: int, active: int) -> int:
         """Number of active weights that each unit of a layer keeps: `min_fan_in`, or as many as the layer has."""
@@ -172,7 +195,8 @@ class Dynamic(Algorithm):
         Args:
             **options: Fields of the algorithm that differ.
         """
-        return cls(**{"distribution": "er", "every": 0.02, "min_fan_in": 1, **options})
+        least = 0 if options.get("pattern") else 1  # a pattern has fixed counts
+        return cls(**{"distribution": "er", "every": 0.02, "min_fan_in": least, **options})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,10 +225,16 @@ class Dynamic(Algorithm):
     ) -> tuple[Tensor, Tensor] | None:
         """Return the flat indices to drop and to grow at an update step; `None` if the layer does not change."""
         target = self.target(layer, window.completion(step))
+        pattern = parse_pattern(self.pattern)
+        if pattern is not None:
+            target = pattern.whole(target, layer.mask().shape)
         swap = self._swap(layer, target, window.progress(step))
         count = layer.active - target + swap
         if count == 0:
             return None
+        if pattern is not None:
+            scores = self.drop_score(layer), self.growth_score(layer, generator)
+            return pattern.exchange(*scores, layer.mask(), layer.active - target, swap, self.regrow)
         dropped = self.drop(layer, count)
         if swap == 0:
             return dropped, dropped[:0]

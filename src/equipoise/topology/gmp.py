@@ -14,6 +14,7 @@ from equipoise.errors import UserError
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Dynamic
 from equipoise.topology.distribution import Shapes, active_counts
+from equipoise.topology.pattern import parse_pattern
 from equipoise.topology.schedule import Window
 
 INITIAL_FACTOR = 10  # active weights at the start relative to the end, if `initial_sparsity` is `auto`
@@ -62,6 +63,9 @@ class GMP(Dynamic):
         if not isinstance(self.distribution, str):
             raise UserError("explicit densities are final densities and need initial_sparsity=0")
         start = active_counts(self.distribution, shapes, 1 - self.start, model)
+        pattern = parse_pattern(self.pattern)
+        if pattern is not None:
+            start = {name: pattern.whole(count, shapes[name]) for name, count in start.items()}
         return {name: max(start[name], final[name]) for name in final}
 
     def window(self, total_steps: int | None) -> Window:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from equipoise.errors import UserError
 from equipoise.seeds import derive
 from equipoise.topology.algorithm import Algorithm
+from equipoise.topology.pattern import Pattern, parse_pattern
 from equipoise.topology.selection import select, unwrap
 
 FEW_ZEROS = 1e-4  # fraction of a dense weight that may be zero by chance
@@ -43,6 +44,8 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
         return []
     model = unwrap(model)
     chosen = select(model, algorithm.include, algorithm.exclude, algorithm.dense_first, algorithm.dense_last)
+    pattern = parse_pattern(algorithm.pattern)
+    chosen = chosen if pattern is None else _with_pattern(pattern, chosen)
     shapes = {name: tuple(weight.shape) for name, weight in chosen.items()}
     initial, final = algorithm.initial_counts(shapes, model), algorithm.final_counts(shapes, model)
     if not any(final.values()):
@@ -59,9 +62,37 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
         order, budget, magnitudes = torch.randperm(weight.numel(), generator=generator), initial[name], kept[name]
         if least := algorithm.fan_in(len(weight), final[name]):
             order = _each_unit_first(order, len(weight), least)
-        active = order[:budget] if magnitudes is None else _largest(magnitudes, order, budget)
+        if pattern is not None:
+            active = _units(pattern, weight, magnitudes, budget, generator)
+        else:
+            active = order[:budget] if magnitudes is None else _largest(magnitudes, order, budget)
         planned.append(Planned(name, weight, budget, final[name], active, _count(magnitudes)))
     return planned
+
+
+def _with_pattern(pattern: Pattern, chosen: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The weights that can have a pattern; the others stay dense, with a warning."""
+    obstacles = {name: pattern.obstacle(weight.shape) for name, weight in chosen.items()}
+    fitting = {name: weight for name, weight in chosen.items() if obstacles[name] is None}
+    dense = [f'"{name}" ({why})' for name, why in obstacles.items() if why]
+    if not fitting:
+        raise UserError(f'no weight can have the pattern "{pattern}": {dense[0]}')
+    if dense:
+        more = f" and {len(dense) - 3} more" if dense[3:] else ""
+        warnings.warn(
+            f'weights without the pattern "{pattern}" stay dense: {", ".join(dense[:3])}{more}', stacklevel=6
+        )
+    return fitting
+
+
+def _units(
+    pattern: Pattern, weight: Tensor, magnitudes: Tensor | None, budget: int, generator: torch.Generator
+) -> Tensor:
+    """Flat indices of random units, or of those with the largest sum of magnitudes; ties are random."""
+    score = torch.rand(weight.numel(), generator=generator, dtype=torch.float64)
+    if magnitudes is not None:
+        score = magnitudes.double() + score * 1e-60
+    return pattern.largest(score, budget, weight.shape)
 
 
 def _magnitudes(weight: Tensor, budget: int) -> Tensor | None:

@@ -33,8 +33,9 @@ class SET(Dynamic):
         super().__post_init__()
         if self.criterion not in ("magnitude", "signed"):
             raise UserError(f'criterion="{self.criterion}": expected "magnitude" or "signed"')
-        if self.criterion == "signed" and self.min_fan_in:
-            raise UserError(f'min_fan_in={self.min_fan_in}: only with criterion="magnitude"')
+        for name in ("min_fan_in", "pattern"):
+            if self.criterion == "signed" and getattr(self, name):
+                raise UserError(f'{name}={getattr(self, name)}: only with criterion="magnitude"')
 
     def drop(self, layer: SparseWeight, count: int) -> Tensor:
         if self.criterion == "magnitude" or count == 0:
