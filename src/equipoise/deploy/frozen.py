@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from equipoise.deploy.program import Program, supports
+from equipoise.kernels import boundary
 from equipoise.kernels.blocked import as_float32, from_blocked, to_blocked
 from equipoise.kernels.library import LANES, available
 from equipoise.storage.blocked_graph import BLOCKED, blocked_graph
@@ -115,8 +116,7 @@ class Stretch:
         return self._weights == self._present_weights()
 
     def _present_weights(self) -> list[tuple[int, int]]:
-        """Changes if a tensor is replaced or written to."""
-        return [(t.data_ptr(), t._version) for tensors in self._tensors for t in tensors.values() if t is not None]
+        return boundary.versions(t for tensors in self._tensors for t in tensors.values() if t is not None)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, given: Tensor) -> Any:
