@@ -23,6 +23,7 @@ from equipoise.models import MODELS
 from equipoise.objectives import OBJECTIVES, Objective
 from equipoise.topology import ALGORITHMS, Algorithm, Dynamic
 from equipoise.training.optimizers import OPTIMIZERS, OptimizerOptions
+from equipoise.training.published import PublishedOptions
 from equipoise.training.rollback import RollbackOptions
 
 CATALOGUES: dict[str, Catalogue[Any]] = {
@@ -135,13 +136,13 @@ class Recipe:
         ema: Decay of the exponential moving average of the weights; 0 for none.
         bn_recalibration_batches: Training batches from which BatchNorm statistics are recomputed at evaluation.
         full_pass: In adversarial training, the images of the full gradient g̃: `clean` as in the paper, or
-            `adversarial`, attacked at the snapshot. Without this key the correction is `running`, which needs no
-            full pass.
+            `adversarial`, attacked at the snapshot.
         clip: Largest gradient norm; 0 for no clipping.
         weights: File of pretrained weights: a state_dict (`.pt`, `.safetensors`) or an exported network. Reading it
             executes no code. With the topology `{name: static, distribution: nonzeros}` its zeros stay zero.
         checkpoint: When checkpoints are written, see `CheckpointOptions`.
         rollback: What happens if a loss or gradient is not finite, see `RollbackOptions`.
+        as_published: What only the published code of AGENT does, for comparisons with it, see `PublishedOptions`.
         raw: The mapping that the recipe was made from. It is saved in the run folder.
     """
 
@@ -166,6 +167,7 @@ class Recipe:
     weights: str | None = None
     checkpoint: CheckpointOptions = CheckpointOptions()
     rollback: RollbackOptions = field(default_factory=RollbackOptions)
+    as_published: PublishedOptions = field(default_factory=PublishedOptions)
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -179,6 +181,22 @@ class Recipe:
             raise UserError(f"clip={self.clip}: the largest gradient norm, 0 for no clipping")
         if self.objective.attack_passes and self.correction.corrects and self.correction.mode == "replay":
             raise UserError("replay needs batches that are known ahead, and attacked ones are not; use mode=running")
+        self._check_published()
+
+    def _check_published(self) -> None:
+        published, correction = self.as_published, self.correction
+        full_pass = correction.corrects and correction.mode in ("recompute", "replay")
+        if (published.raw_full_pass or published.bn_trace) and not full_pass:
+            raise UserError("as_published: raw_full_pass and bn_trace need a full pass; use correction=agent")
+        if published.raw_full_pass and (correction.mode != "recompute" or correction.when != "always"):
+            raise UserError("as_published.raw_full_pass needs correction.mode=recompute and correction.when=always")
+        if published.raw_full_pass and self.full_pass != "clean":
+            raise UserError("as_published.raw_full_pass is on images that are not attacked; use full_pass=clean")
+
+    @property
+    def loss_passes(self) -> int:
+        """Number of forward passes over the batch in a step, each followed by a backward pass."""
+        return self.objective.loss_passes + (self.as_published.raw_gradient > 0)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
