@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.deploy.custom import read_custom
-from equipoise.deploy.frozen import Frozen, freeze
+from equipoise.deploy.frozen import freeze, is_frozen
 from equipoise.deploy.packed_file import read_packed
 from equipoise.kernels.library import available
 from equipoise.storage.pack import pack_masks
@@ -53,8 +53,8 @@ def with_kernels(model: nn.Module, layout: torch.memory_format = torch.channels_
     """
     masks = sparse_masks(model) if available() else {}
     frozen = freeze(pack_masks(model, masks)) if masks else None
-    if isinstance(frozen, Frozen):
-        return frozen.eval()
+    if frozen is not None and is_frozen(frozen):
+        return frozen
     return copy.deepcopy(model).to(memory_format=layout)  # type: ignore[call-overload]
 
 
