@@ -18,6 +18,20 @@ from equipoise.kernels.library import LANES, Map
 COLUMNS = 8  # floats in a vector of the kernels that run along planes
 
 
+def check_type(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32) -> None:
+    """Refuse a tensor of another type, device or layout than the kernels read.
+
+    Raises:
+        UserError: If `tensor` is not a strided tensor of `dtype` on the CPU.
+    """
+    if tensor.dtype is not dtype or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_neg():
+        kind = f" ({tensor.layout})" if tensor.layout is not torch.strided else " (negated)" * tensor.is_neg()
+        raise UserError(
+            f"{name}: packed layers compute with {str(dtype).removeprefix('torch.')} on cpu, "
+            f"not {tensor.dtype} on {tensor.device}{kind}; convert with .float() and .cpu(), or use masked storage"
+        )
+
+
 def address(tensor: Tensor | None, count: int, name: str, dtype: torch.dtype = torch.float32) -> int | None:
     """Return the address of a contiguous tensor; `None`, a null pointer, for `None`.
 
@@ -32,7 +46,7 @@ def address(tensor: Tensor | None, count: int, name: str, dtype: torch.dtype = t
     """
     if tensor is None:
         return None
-    _check_type(tensor, name, dtype)
+    check_type(tensor, name, dtype)
     if tensor.numel() != count:
         raise UserError(f"{name} has {tensor.numel()} elements; the kernel needs {count}")
     if not tensor.is_contiguous():
@@ -51,7 +65,7 @@ def as_vector(tensor: Tensor | None, count: int, name: str) -> Tensor | None:
     if tensor is None:
         return None
     tensor = tensor.resolve_neg()
-    _check_type(tensor, name, torch.float32)
+    check_type(tensor, name, torch.float32)
     if tensor.shape != (count,):
         raise UserError(f"{name} has the shape {list(tensor.shape)}; the layer needs [{count}]")
     return tensor.contiguous()
@@ -66,7 +80,7 @@ def describe(tensor: Tensor, lanes: int = LANES, column_step: int | None = None,
         column_step: Floats from one column to the next; `lanes` by default.
         whole_vectors: Whether the kernel writes whole vectors along a row, beyond its end.
     """
-    _check_type(tensor, "activation", torch.float32)
+    check_type(tensor, "activation", torch.float32)
     if tensor.dim() != 5 or tensor.shape[4] != lanes:
         raise UserError(f"a blocked activation has 5 dimensions, the last of {lanes}, not {list(tensor.shape)}")
     (n, c, h, w, _), (sn, sc, sh, sw, one) = tensor.shape, tensor.stride()
@@ -81,7 +95,7 @@ def describe(tensor: Tensor, lanes: int = LANES, column_step: int | None = None,
 
 def describe_images(tensor: Tensor, shape: tuple[int, ...]) -> Map:
     """Describe plain images (images, channels, height, width) with any strides, for a blocked tensor of `shape`."""
-    _check_type(tensor, "images", torch.float32)
+    check_type(tensor, "images", torch.float32)
     if tensor.dim() != 4 or tensor.shape[1:] != shape[1:4] or tensor.shape[0] > shape[0] * LANES:
         raise UserError(f"images of shape {list(tensor.shape)} do not fit a blocked activation of {list(shape)}")
     if tensor.numel():
@@ -132,15 +146,6 @@ def move(maps: Iterable[Map], old: Iterable[Tensor], new: Iterable[Tensor]) -> N
     for described in maps:
         start, target = next((start, target) for start, size, target in pairs if 0 <= described.data - start < size)
         described.data += target - start
-
-
-def _check_type(tensor: Tensor, name: str, dtype: torch.dtype) -> None:
-    if tensor.dtype is not dtype or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_neg():
-        kind = f" ({tensor.layout})" if tensor.layout is not torch.strided else " (negated)" * tensor.is_neg()
-        raise UserError(
-            f"{name}: packed layers compute with {str(dtype).removeprefix('torch.')} on cpu, "
-            f"not {tensor.dtype} on {tensor.device}{kind}; convert with .float() and .cpu(), or use masked storage"
-        )
 
 
 def _check_inside(tensor: Tensor, first: int, last: int, name: str) -> None:

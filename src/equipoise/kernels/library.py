@@ -13,8 +13,9 @@ import torch
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 2  # EQ_ABI in kernels.h
+ABI = 3  # EQ_ABI in kernels.h
 LANES = 16
+CHUNK = 64  # of tokens, in linear.c
 
 
 class Map(ctypes.Structure):
@@ -74,6 +75,8 @@ _MAP = POINTER(Map)
 _SIGNATURES: dict[str, list[Any]] = {
     "eq_conv": [_MAP, _MAP, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32],
     "eq_conv_grad": [_MAP, _MAP, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32],
+    "eq_linear": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int64, c_void_p, c_int32],
+    "eq_linear_grad": [c_void_p, c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, c_int32],
     "eq_pattern": [c_int64, *[c_void_p] * 7],
     "eq_offsets": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p],
     "eq_weights": [c_int64, c_void_p, c_void_p, c_void_p],
@@ -82,7 +85,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_program": [POINTER(Step), c_int64, c_int32],
     "eq_layout": [_MAP, _MAP, c_int32, c_int32],
 }
-_ALLOCATING = {"eq_conv_grad", "eq_pattern"}  # return whether they ran out of memory
+_ALLOCATING = {"eq_conv_grad", "eq_linear", "eq_linear_grad", "eq_pattern"}  # return whether they ran out of memory
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from equipoise.errors import UserError
 from equipoise.kernels import library
@@ -244,3 +245,16 @@ class Pattern:
     def taps(self, one_block: bool) -> Taps:
         """Return taps by output channel that the caller keeps."""
         return Taps(SortedTaps(self.shape, self.index, transposed=False, one_block=one_block))
+
+
+_patterns = WeakIdKeyDictionary()  # of each tensor of indices, as long as it lives
+
+
+def pattern_of(shape: ConvShape, index: Tensor) -> Pattern:
+    """Return the pattern of `index`. Two are cached for a tensor: a correction alternates between two topologies."""
+    known: list[Pattern] = _patterns.get(index, [])
+    for pattern in known:
+        if pattern.shape == shape and pattern.fits(index):
+            return pattern
+    _patterns[index] = [Pattern(shape, index), *known[:1]]
+    return cast(Pattern, _patterns[index][0])

@@ -14,8 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from equipoise.errors import UserError
 from equipoise.kernels import library, operators
 from equipoise.kernels.arena import NO_BORDER, Border
-from equipoise.kernels.blocked import Blocked, from_blocked, to_blocked
-from equipoise.kernels.taps import ConvShape, Pattern, check_index
+from equipoise.kernels.blocked import Blocked, as_float32, from_blocked, to_blocked
+from equipoise.kernels.linear import linear
+from equipoise.kernels.taps import ConvShape, Pattern, check_index, pattern_of
 from equipoise.storage.sparse_weight import is_cleared
 
 # Costs that decide when torch's dense convolution is faster, in units of one weight of the dense convolution: an active
@@ -78,7 +79,6 @@ class PackedLayer(nn.Module):
         self.final = final
         self.memory = memory
         self.probe: Tensor | None = None
-        self._patterns: list[Pattern] = []
 
     @property
     def density(self) -> float:
@@ -130,12 +130,8 @@ class PackedLayer(nn.Module):
 
     @property
     def pattern(self) -> Pattern:
-        """The pattern of the current indices. Two are cached: a correction alternates between two topologies."""
-        for pattern in self._patterns:
-            if pattern.fits(self.index):
-                return pattern
-        self._patterns = [Pattern(self.shape, self.index), *self._patterns[:1]]
-        return self._patterns[0]
+        """The pattern of the current indices."""
+        return pattern_of(self.shape, self.index)
 
     @torch.no_grad()
     def rewire(self, index: Tensor, values: Tensor) -> None:
@@ -238,7 +234,7 @@ class PackedLayer(nn.Module):
         check_index(index, math.prod(self.weight_shape))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_patterns": [], "probe": None}
+        return {**self.__dict__, "probe": None}
 
     def extra_repr(self) -> str:
         return f"{self.weight_shape}, density={self.density:.4g}, {self.how()}"
@@ -265,7 +261,7 @@ class PackedConv1d(PackedLayer):
 
 
 class PackedLinear(PackedLayer):
-    """Linear; all leading dimensions are folded into the batch."""
+    """Linear. A plain input may have any leading dimensions and is read as it is, without the blocked layout."""
 
     dims = 2
 
@@ -276,8 +272,11 @@ class PackedLinear(PackedLayer):
             return to_blocked(cast(Tensor, self.forward(from_blocked(x))), border)
         if not x.dim():
             raise self._wrong_dims(())
-        out = cast(Tensor, super().forward(x.reshape(x.shape[:-1].numel(), x.shape[-1])))
-        return out.view(*x.shape[:-1], out.shape[-1])
+        if self.dense or not library.available():
+            return self.dense_forward(x)
+        self.check_values()
+        shape = self.shape.out_channels, self.shape.in_channels
+        return linear(as_float32(x), self.values, self.bias, self.index, shape, self._active_probe())
 
     def dense_forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)

@@ -22,6 +22,7 @@ from equipoise.deploy.frozen import freeze
 from equipoise.errors import UserError
 from equipoise.kernels import library, operators
 from equipoise.kernels.blocked import from_blocked, to_blocked
+from equipoise.kernels.linear import linear
 from equipoise.kernels.operators import BATCH, FIXED, Fused
 from equipoise.kernels.taps import ConvShape, Pattern
 from equipoise.topology.packing import pack
@@ -48,6 +49,7 @@ HARMFUL_IMAGES: list[Change] = [
     lambda t, r: torch.cat([t, t[:, : r.randint(1, t.shape[1])]], 1),
     *HARMFUL[2:],
 ]
+HARMFUL_TOKENS = HARMFUL_IMAGES[:-1]  # any leading dimensions are allowed
 HARMFUL_INDEX: list[Change] = [
     lambda t, r: t + r.choice([1, 7, 1000, 2**20, 2**30]) * t.numel() + 10**6,
     lambda t, r: t - r.choice([1, 50, 10**6]) - t[0],
@@ -86,6 +88,28 @@ def convolution(random: Random, change: Callable[[Tensors], None]) -> tuple[list
     x, values, bias = (leaf.detach().double().requires_grad_() for leaf in leaves)
     dense = torch.zeros(weight.numel(), dtype=torch.float64).index_put((index,), values).view(weight.shape)
     exact = F.conv2d(x, dense, bias, shape.stride, shape.padding, shape.dilation, groups)
+    return [mine, *gradients], [exact, *torch.autograd.grad(exact, (x, values, bias), grad.double())]
+
+
+def tokens(random: Random, change: Callable[[Tensors], None]) -> tuple[list[Tensor], list[Tensor]]:
+    """Results and gradients of a random linear layer on tokens."""
+    outputs, inputs = random.randint(1, 70), random.randint(1, 70)
+    mask = torch.rand(outputs, inputs) < random.choice([0.05, 0.3, 1.0])
+    mask.view(-1)[random.randrange(mask.numel())] = True
+    weight, index = torch.randn(outputs, inputs) * mask, mask.flatten().nonzero().flatten().int()
+    tensors = {
+        "values": weight.flatten()[index.long()].requires_grad_(), "index": index,
+        "bias": torch.randn(outputs).requires_grad_(),
+        "x": torch.randn(random.randint(1, 150), inputs).requires_grad_(),
+    }  # fmt: skip
+    leaves = [tensors[name] for name in ("x", "values", "bias")]
+    change(tensors)
+    mine = linear(tensors["x"], tensors["values"], tensors["bias"], tensors["index"], (outputs, inputs))
+    grad = torch.randn(mine.shape)
+    gradients = torch.autograd.grad(mine, leaves, grad)
+    x, values, bias = (leaf.detach().double().requires_grad_() for leaf in leaves)
+    dense = torch.zeros(weight.numel(), dtype=torch.float64).index_put((index.long(),), values).view(weight.shape)
+    exact = F.linear(x, dense, bias)
     return [mine, *gradients], [exact, *torch.autograd.grad(exact, (x, values, bias), grad.double())]
 
 
@@ -137,7 +161,7 @@ def network(random: Random, change: Callable[[Tensors], None]) -> tuple[list[Ten
         return [mine(tensors["x"]), freeze(mine)(tensors["x"])], [model.double()(x)] * 2
 
 
-KINDS = {"convolutions": convolution, "norms": norm, "networks": network}
+KINDS = {"convolutions": convolution, "tokens": tokens, "norms": norm, "networks": network}
 CONVERTED = {"values", "bias"}  # load_state_dict converts floating-point types, as torch does
 
 
@@ -151,7 +175,8 @@ def attempt(kind: str, random: Random, calls: Counter[str]) -> None:
         name = random.choice([n for n in tensors if tensors[n].numel()])
         if kind == "networks" and name in CONVERTED:
             name = "index"
-        special = {"index": HARMFUL_INDEX, "x": HARMFUL_IMAGES, "residual": HARMFUL_IMAGES}
+        inputs = HARMFUL_TOKENS if kind == "tokens" else HARMFUL_IMAGES
+        special = {"index": HARMFUL_INDEX, "x": inputs, "residual": HARMFUL_IMAGES}
         choices = special.get(name, HARMFUL) if harmful else HARMLESS
         tensors[name] = random.choice(choices)(tensors[name], random)
 

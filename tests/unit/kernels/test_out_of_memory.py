@@ -11,6 +11,7 @@ import torch
 
 from equipoise.kernels import arena, build, library, operators
 from equipoise.kernels.blocked import from_blocked, to_blocked
+from equipoise.kernels.linear import linear
 from equipoise.kernels.taps import ConvShape, Pattern
 
 ALLOCATOR = """
@@ -39,13 +40,14 @@ def test_every_allocation_of_the_kernels_may_fail(tmp_path: Path, monkeypatch: p
     def gradient() -> torch.Tensor:
         values = torch.ones(22, requires_grad=True)
         from_blocked(operators.conv(to_blocked(x, (1, 1)), values, None, Pattern(shape, index))).sum().backward()
+        linear(x, values, None, index.int(), (22, 5)).sum().backward()
         assert values.grad is not None
         return values.grad
 
     for threads in (1, 2):
         monkeypatch.setattr(library, "threads", lambda threads=threads: threads)
         wanted = gradient()
-        for number in range(10):
+        for number in range(20):
             fail_after.value = number
             try:
                 result = gradient()
@@ -53,7 +55,7 @@ def test_every_allocation_of_the_kernels_may_fail(tmp_path: Path, monkeypatch: p
                 continue
             assert torch.equal(result, wanted)
             break
-        assert number >= 2  # a pattern and the sums, at least, were refused
+        assert number >= 6  # patterns, sums and scratch, at least, were refused
         fail_after.value = -1
         assert torch.equal(gradient(), wanted)
 

@@ -518,8 +518,7 @@ def test_tokens_stay_out_of_the_image_layout(monkeypatch: pytest.MonkeyPatch) ->
             assert_same(mine, model, x)
             shapes.clear()
             mine(x)
-            rows = x[..., 0].numel()
-            assert shapes == [(rows, 12, 1, 1), (rows, 9, 1, 1), (rows, 4, 1, 1)]  # once for each layer
+            assert not shapes
 
 
 # -- the check of the first batch
