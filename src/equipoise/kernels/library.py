@@ -131,6 +131,10 @@ def available() -> bool:
     return not reason()
 
 
+# A constant for torch.compile: `torch.compiler.assume_constant_result` sets this too, but imports the compiler first.
+available._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def reason() -> str:
     """Return why the CPU kernels are not available, in one line; empty if they are."""
     found = _find()

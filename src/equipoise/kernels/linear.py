@@ -16,7 +16,7 @@ from equipoise.kernels import boundary, library
 from equipoise.kernels.library import CHUNK
 from equipoise.kernels.taps import ConvShape, Pattern, pattern_of
 
-_operators = torch.library.Library("equipoise", "DEF")
+_operators = torch.library.Library("equipoise", "FRAGMENT")
 _operators.define(
     "linear(Tensor x, Tensor values, Tensor? bias, Tensor? probe, Tensor index, SymInt[] shape) -> Tensor"
 )
@@ -45,12 +45,17 @@ def linear(
     Raises:
         UserError: If a tensor is not on the CPU, not of the type above, or of another length.
     """
-    # Before the call: torch would choose the implementation by the devices of all tensors.
+    if not torch.compiler.is_compiling():  # the operators themselves check again in compiled code
+        _check_types(x, values, bias, index)
+    return torch.ops.equipoise.linear.default(x, values, bias, probe, index, shape)
+
+
+def _check_types(x: Tensor, values: Tensor, bias: Tensor | None, index: Tensor) -> None:
+    """Refuse wrong types and devices before torch chooses an implementation by the devices of all tensors."""
     for tensor, name in ((x, "input"), (values, "values"), (bias, "bias")):
         if tensor is not None:
             boundary.check_type(tensor, name)
     boundary.check_type(index, "index", torch.int32)
-    return torch.ops.equipoise.linear.default(x, values, bias, probe, index, shape)
 
 
 def _multiply(
@@ -137,21 +142,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dvalues, dbias if ctx.needs_input_grad[2] else None, dprobe, None, None
 
 
-for _name, _function in (
-    ("linear", _linear),
-    ("linear_input_grad", _input_grad),
-    ("linear_weight_grad", _weight_grad),
+for _name, _function, _fake in (
+    ("linear", _linear, lambda x, *rest: x.new_empty(*x.shape[:-1], rest[-1][0])),
+    ("linear_input_grad", _input_grad, lambda dy, *rest: dy.new_empty(*dy.shape[:-1], rest[-1])),
+    ("linear_weight_grad", _weight_grad, lambda x, dy, i: (x.new_empty(i.shape), x.new_empty(dy.shape[-1]))),
 ):
     _operators.impl(_name, _function, "CPU")
-torch.library.register_fake(
-    "equipoise::linear", lambda x, *rest: x.new_empty(*x.shape[:-1], rest[-1][0]), lib=_operators
-)
-torch.library.register_fake(
-    "equipoise::linear_input_grad", lambda dy, *rest: dy.new_empty(*dy.shape[:-1], rest[-1]), lib=_operators
-)
-torch.library.register_fake(
-    "equipoise::linear_weight_grad",
-    lambda x, dy, index: (x.new_empty(index.shape), x.new_empty(dy.shape[-1])),
-    lib=_operators,
-)
+    torch.library.register_fake(f"equipoise::{_name}", _fake, lib=_operators)
 torch.library.register_autograd("equipoise::linear", _backward, setup_context=_save, lib=_operators)

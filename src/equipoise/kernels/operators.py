@@ -45,8 +45,11 @@ def conv(
     return x.with_data(y, pattern.shape.grad_border(size))
 
 
-def _input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, border: Border) -> Tensor:
-    """The forward kernel on the transposed pattern; a strided layer takes one pass per phase of its stride."""
+def input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, border: Border) -> Tensor:
+    """Return the gradient of the input of a blocked convolution.
+
+    The forward kernel runs on the transposed pattern, once for each phase of the stride.
+    """
     shape = pattern.shape
     dy = arena.with_border(dy, shape.grad_border((size[2], size[3])))
     dx = arena.take((size[0], size[1], size[2], size[3]), border)
@@ -82,7 +85,8 @@ def _run_conv(
     )
 
 
-def _weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[Tensor, Tensor | None]:
+def weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the active weights and of the bias of a blocked convolution."""
     dy = arena.with_border(dy, NO_BORDER)
     count, channels = pattern.index.numel(), pattern.shape.out_channels
     dvalues = x.new_empty(count)
@@ -104,11 +108,10 @@ def _weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[T
     return dvalues, dbias
 
 
-def _dense_weight_grad(x: Tensor, dy: Tensor, images: int, shape: ConvShape) -> Tensor:
-    """The gradient of active and inactive weights, by torch."""
+def dense_weight_grad(x: Tensor, dy: Tensor, shape: ConvShape) -> Tensor:
+    """Return the gradient of active and inactive weights, of plain images, by torch."""
     size = (shape.out_channels, shape.in_channels // shape.groups, *shape.kernel)
-    plain, gradient = unblock(x, images), unblock(dy, images)
-    return conv2d_weight(plain, size, gradient, shape.stride, shape.padding, shape.dilation, shape.groups)
+    return conv2d_weight(x, size, dy, shape.stride, shape.padding, shape.dilation, shape.groups)
 
 
 class _Conv(torch.autograd.Function):
@@ -143,11 +146,13 @@ class _Conv(torch.autograd.Function):
         x, values = ctx.saved_tensors
         dx = dvalues = dbias = dprobe = None
         if ctx.needs_input_grad[0]:
-            dx = _input_grad(dy, values, ctx.pattern, x.shape, ctx.grad_border)
+            dx = input_grad(dy, values, ctx.pattern, x.shape, ctx.grad_border)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            dvalues, dbias = _weight_grad(x, dy, ctx.pattern, ctx.has_bias)
+            dvalues, dbias = weight_grad(x, dy, ctx.pattern, ctx.has_bias)
         if ctx.needs_input_grad[3]:
-            dprobe = _dense_weight_grad(x, dy, ctx.images, ctx.pattern.shape).view(ctx.probe_shape)
+            dprobe = dense_weight_grad(unblock(x, ctx.images), unblock(dy, ctx.images), ctx.pattern.shape).view(
+                ctx.probe_shape
+            )
         return dx, dvalues, dbias, dprobe, None, None, None, None
 
 

@@ -16,6 +16,7 @@ from equipoise.kernels import library, operators
 from equipoise.kernels.arena import NO_BORDER, Border
 from equipoise.kernels.blocked import Blocked, as_float32, from_blocked, to_blocked
 from equipoise.kernels.linear import linear
+from equipoise.kernels.plain_conv import conv
 from equipoise.kernels.taps import ConvShape, Pattern, check_index, pattern_of
 from equipoise.storage.sparse_weight import is_cleared
 
@@ -162,7 +163,15 @@ class PackedLayer(nn.Module):
         if isinstance(x, Blocked):
             return self._run_blocked(x, border)
         self._check(x)
+        if torch.compiler.is_compiling():
+            return self._run_plain(as_float32(x))
         return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER))
+
+    def _run_plain(self, x: Tensor) -> Tensor:
+        self.check_values()
+        images = x if self.dims == 4 else x.unsqueeze(2)
+        out = conv(images, self.values, self.bias, self.index, self.shape, self._active_probe())
+        return out if self.dims == 4 else out.squeeze(2)
 
     def _run_blocked(self, x: Blocked, border: Border) -> Blocked:
         if x.dims != self.dims:

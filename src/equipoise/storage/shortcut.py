@@ -33,8 +33,8 @@ class Shortcut:
     """Replaces the forward of one module, which keeps its class, attributes, submodules and hooks.
 
     The shortcut takes a single plain tensor. The forward of the class runs in all other cases: with other arguments,
-    with hooks inside the module, under autocast, and if the source of the forward is not a sequence of known calls. If
-    submodules or attributes change, the source is read again.
+    with hooks inside the module, under autocast, in torch.compile, and if the source of the forward is not a sequence of
+    known calls. If submodules or attributes change, the source is read again.
 
     The first batch of each mode and number of dimensions is also computed by the forward of the class, on copies of all
     buffers and with the same random numbers. If the results differ, a warning says so and the shortcut is not used
@@ -73,7 +73,7 @@ class Shortcut:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not args and kwargs.keys() == {self._name}:
             args, kwargs = tuple(kwargs.values()), {}
-        if self._differs or kwargs or len(args) != 1 or not _is_batch(args[0]) or _is_special():
+        if self._differs or kwargs or len(args) != 1 or _is_special() or not _is_batch(args[0]):
             return self.original(*args, **kwargs)
         x: Tensor = args[0]
         key = self.module.training, x.dim()
@@ -119,8 +119,8 @@ def _is_batch(x: Any) -> bool:
 
 
 def _is_special() -> bool:
-    """Whether something outside the module takes part in its calls."""
-    return torch.is_autocast_enabled("cpu") or _has_any_global_hook()
+    """Whether something outside the module takes part in its calls, such as torch.compile."""
+    return torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or _has_any_global_hook()
 
 
 def _outcome(function: Callable[[nn.Module], Any], module: nn.Module, tokens: set[PackedLinear] | None = None) -> Any:
