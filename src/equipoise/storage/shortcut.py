@@ -33,8 +33,8 @@ class Shortcut:
     """Replaces the forward of one module, which keeps its class, attributes, submodules and hooks.
 
     The shortcut takes a single plain tensor. The forward of the class runs in all other cases: with other arguments,
-    with hooks inside the module, under autocast, in torch.compile, and if the source of the forward is not a sequence of
-    known calls. If submodules or attributes change, the source is read again.
+    with hooks inside the module, under autocast, in torch.compile, and if the source of the forward is not a sequence
+    of known calls. If submodules or attributes change, the source is read again.
 
     The first batch of each mode and number of dimensions is also computed by the forward of the class, on copies of all
     buffers and with the same random numbers. If the results differ, a warning says so and the shortcut is not used

@@ -71,6 +71,34 @@ INLINE float sum(vec v) {
     return s;
 }
 
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (bits){__VA_ARGS__})
+#endif
+
+INLINE void transpose8(vec v[8]) {
+    vec a[8], b[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = SHUFFLE(v[i], v[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        a[i + 1] = SHUFFLE(v[i], v[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            b[i + 2 * j] = SHUFFLE(a[i + j], a[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            b[i + 2 * j + 1] = SHUFFLE(a[i + j], a[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        v[i] = SHUFFLE(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        v[i + 4] = SHUFFLE(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
+
 /* Whether a map is large enough for writes past the caches, and aligned to cache lines. */
 INLINE int streams(const map *m) {
     const int64_t bytes = m->n * m->c * m->h * m->w * LANES * (int64_t)sizeof(float);
@@ -85,6 +113,8 @@ INLINE float *at(const map *m, int64_t n, int64_t c, int64_t h) {
 typedef void (*job)(const void *work, int part, int parts);
 
 void eq_run(job work, const void *arguments, int threads);
+/* to[j][i] = from[i][j] for i < rows and j < columns. */
+void eq_transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows, int64_t columns);
 int eq_accumulators(void); /* vectors that a kernel can keep in registers, a power of two */
 int64_t eq_split_rows(const int32_t *start, int64_t blocks, int64_t rows, int part, int parts);
 /* Not initialised, aligned to a cache line; NULL if there is no memory; release with free(). Functions that need

@@ -1,6 +1,23 @@
 /* Conversion between plain maps (images, c, h, w) with any steps and the blocked layout. */
 #include "kernels.h"
 
+CLONES void eq_transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows,
+                         int64_t columns) {
+    const int64_t whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
+    for (int64_t i = 0; i < whole_rows; i += 8)
+        for (int64_t j = 0; j < whole_columns; j += 8) {
+            vec v[8];
+#pragma GCC unroll 8
+            for (int k = 0; k < 8; k++) v[k] = load(from + (i + k) * from_step + j);
+            transpose8(v);
+#pragma GCC unroll 8
+            for (int k = 0; k < 8; k++) store(to + (j + k) * to_step + i, v[k]);
+        }
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; j++)
+            to[j * to_step + i] = from[i * from_step + j];
+}
+
 typedef struct {
     const map *plain, *blocked; /* plain: n counts images */
     int to_blocked;
@@ -11,6 +28,13 @@ CLONES static void layout_plane(const layout_work *a, int64_t n, int64_t c) {
     const int64_t left = x->n - n * LANES, real = left < LANES ? left : LANES;
     for (int64_t h = 0; h < y->h; h++) {
         float *p = x->data + n * LANES * x->sn + c * x->sc + h * x->sh, *q = at(y, n, c, h);
+        if (x->sw == 1 && real == LANES) {
+            if (a->to_blocked)
+                eq_transpose(p, x->sn, q, LANES, LANES, y->w);
+            else
+                eq_transpose(q, LANES, p, x->sn, y->w, LANES);
+            continue;
+        }
         for (int64_t w = 0; w < y->w; w++, p += x->sw, q += LANES) {
             if (a->to_blocked)
                 for (int64_t i = 0; i < LANES; i++) q[i] = i < real ? p[i * x->sn] : 0;

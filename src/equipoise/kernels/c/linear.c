@@ -9,52 +9,6 @@
 #define CHUNK 64 /* tokens; as in library.py */
 #define VECS (CHUNK / 8)
 
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (bits){__VA_ARGS__})
-#endif
-
-INLINE void transpose8(vec v[8]) {
-    vec a[8], b[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        a[i] = SHUFFLE(v[i], v[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        a[i + 1] = SHUFFLE(v[i], v[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) {
-            b[i + 2 * j] = SHUFFLE(a[i + j], a[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-            b[i + 2 * j + 1] = SHUFFLE(a[i + j], a[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-        }
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        v[i] = SHUFFLE(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        v[i + 4] = SHUFFLE(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-}
-
-/* to[j][i] = from[i][j] for i < rows and j < columns. */
-CLONES static void transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows,
-                             int64_t columns) {
-    const int64_t whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
-    for (int64_t i = 0; i < whole_rows; i += 8)
-        for (int64_t j = 0; j < whole_columns; j += 8) {
-            vec v[8];
-#pragma GCC unroll 8
-            for (int k = 0; k < 8; k++) v[k] = load(from + (i + k) * from_step + j);
-            transpose8(v);
-#pragma GCC unroll 8
-            for (int k = 0; k < 8; k++) store(to + (j + k) * to_step + i, v[k]);
-        }
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; j++)
-            to[j * to_step + i] = from[i * from_step + j];
-}
-
 /* Part of the tokens, in vectors of 8. */
 typedef struct {
     int64_t first, count, vecs;
@@ -72,7 +26,7 @@ static chunk chunk_at(int64_t i, int64_t width, int64_t tokens) {
 }
 
 static void gather(const float *rows, int64_t channels, chunk c, float *scratch) {
-    transpose(rows + c.first * channels, channels, scratch, CHUNK, c.count, channels);
+    eq_transpose(rows + c.first * channels, channels, scratch, CHUNK, c.count, channels);
     for (int64_t j = 0; j < channels && c.count % 8; j++)
         for (int64_t i = c.count; i < c.vecs * 8; i++) scratch[j * CHUNK + i] = 0;
 }
@@ -127,7 +81,7 @@ static void linear_job(const void *work, int part, int parts) {
         const chunk c = chunk_at(i, a->width, a->tokens);
         gather(a->x, a->in, c, x);
         linear_chunk(a, x, y, c.vecs);
-        transpose(y, CHUNK, a->y + c.first * a->out, a->out, a->out, c.count);
+        eq_transpose(y, CHUNK, a->y + c.first * a->out, a->out, a->out, c.count);
     }
 }
 
