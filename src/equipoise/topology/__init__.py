@@ -13,6 +13,7 @@ from equipoise.topology.pattern import PATTERNS
 from equipoise.topology.rigl import RigL
 from equipoise.topology.set import SET
 from equipoise.topology.snfs import SNFS
+from equipoise.topology.srigl import SRigL
 from equipoise.topology.static import Dense, Static
 from equipoise.topology.topology import Topology
 
@@ -23,6 +24,7 @@ ALGORITHMS: Catalogue[type[Algorithm]] = Catalogue(
         "static": Static,
         "set": SET,
         "rigl": RigL,
+        "srigl": SRigL,
         "snfs": SNFS,
         "mest": MEST,
         "gmp": GMP,
@@ -44,6 +46,7 @@ __all__ = [
     "Dynamic",
     "GraNet",
     "RigL",
+    "SRigL",
     "Static",
     "Topology",
     "fast",

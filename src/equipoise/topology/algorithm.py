@@ -195,7 +195,7 @@ class Dynamic(Algorithm):
         Args:
             **options: Fields of the algorithm that differ.
         """
-        least = 0 if options.get("pattern") else 1  # a pattern has fixed counts
+        least = 0 if options.get("pattern", cls.pattern) else 1  # a pattern has fixed counts
         return cls(**{"distribution": "er", "every": 0.02, "min_fan_in": least, **options})
 
     def __post_init__(self) -> None:

@@ -81,7 +81,7 @@ class Pattern(ABC):
         groups, units, elements = self.extent(shape)
         on = self.arrange(active)[..., 0]
         have, lost = int(on[0].sum()), prune // (groups * elements)
-        rank = _rank(self._score(drop, shape).masked_fill(~on, torch.inf))
+        rank = ranks(self._score(drop, shape).masked_fill(~on, torch.inf))
         most = have - lost if regrow else min(have - lost, units - have)  # exchanged in one group
         pruned = on & (rank < lost)
         candidates = on & (rank >= lost) & (rank < lost + most)
@@ -89,7 +89,7 @@ class Pattern(ABC):
         lowest = self._score(drop, shape).masked_fill(~candidates, torch.inf).flatten().topk(exchanged, largest=False)
         swapped = torch.zeros_like(on).view(-1).index_fill_(0, lowest.indices, True).view_as(on)
         free = ~(on & ~(pruned | swapped)) if regrow else ~on
-        order = _rank(-self._score(grow, shape).masked_fill(~free, -torch.inf))
+        order = ranks(-self._score(grow, shape).masked_fill(~free, -torch.inf))
         grown = free & (order < swapped.sum(1, keepdim=True))
         return self._indices(pruned | swapped, shape), self._indices(grown, shape)
 
@@ -294,7 +294,7 @@ def _regular_masks(m: int, n: int) -> Tensor:
     return torch.stack([mask for mask in masks if bool((mask.sum(0) == n).all())])
 
 
-def _rank(score: Tensor) -> Tensor:
+def ranks(score: Tensor) -> Tensor:
     """Rank of each number in its row, from the lowest; equal numbers in their order."""
     order = score.argsort(dim=1, stable=True)
     return torch.empty_like(order).scatter_(

@@ -23,7 +23,7 @@ EPOCHS = 3
 KILLED = -9
 LONGEST = 0.35  # seconds; a run takes slightly longer in a process that has loaded everything
 
-TOPOLOGIES = ("static", "set", "rigl", "snfs", "mest", "gmp", "granet", "bsr-net", "rigl-itop")
+TOPOLOGIES = ("static", "set", "rigl", "srigl", "snfs", "mest", "gmp", "granet", "bsr-net", "rigl-itop")
 CORRECTIONS: dict[str, Any] = {
     "sgd": "sgd",
     "agent, recompute": {"name": "agent", "mode": "recompute"},

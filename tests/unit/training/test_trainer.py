@@ -84,7 +84,8 @@ def test_every_topology_trains_with_every_optimizer(name: str, optimizer: str) -
     assert_sparse(made)
     first, last = made.history
     assert last["train_loss"] < first["train_loss"]
-    assert last["density"] == pytest.approx(1.0 if name == "dense" else 0.2, abs=2e-3)
+    near = 2e-2 if ALGORITHMS[name].pattern else 2e-3  # counts in whole units of the pattern
+    assert last["density"] == pytest.approx(1.0 if name == "dense" else 0.2, abs=near)
     assert set(result["test"]) == {"plain", "bn_recalibrated", "ema"}
     if "every" in topology(name) and name != "gmp":
         assert made.parts.topology.updates > 2
