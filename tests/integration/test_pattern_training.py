@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from equipoise.training import Trainer, make_recipe
-from train_helpers import tiny
+from equipoise.errors import UserError
+from equipoise.training import RunFolder, Trainer, make_recipe, resume
+from train_helpers import assert_same_runs, tiny
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "2:4": {"name": "granet-fast", "sparsity": 0.5, "pattern": "2:4"},
@@ -20,6 +22,22 @@ OPTIONS: dict[str, Any] = {
     "optimizer": {"name": "sgd", "lr": 0.2, "momentum": 0.9},
     "epochs": 3,
 }
+
+
+def test_sr_ste_resumes_to_the_bit(tmp_path: Path) -> None:
+    raw = tiny(topology={"name": "sr-ste"}, correction="agent", epochs=4)
+    recipe = make_recipe(raw)
+    Trainer(recipe, RunFolder.create(tmp_path / "whole", raw, 2)).run()
+    folder = RunFolder.create(tmp_path / "half", raw, 2)
+    half = Trainer(recipe, folder)
+    for _ in range(2):
+        half.run_epoch()
+    resumed = resume(folder, recipe)
+    assert resumed.epoch == 2
+    resumed.run()
+    assert_same_runs(tmp_path / "whole", tmp_path / "half")
+    with pytest.raises(UserError, match="storage=packed: SR-STE trains the inactive weights too; use storage=masked"):
+        Trainer(make_recipe(raw | {"storage": "packed"}))
 
 
 @pytest.mark.parametrize(("name", "correction"), [("2:4", "sgd"), ("4x1", "agent"), ("fan_in", "agent")])

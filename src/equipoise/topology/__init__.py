@@ -14,6 +14,7 @@ from equipoise.topology.rigl import RigL
 from equipoise.topology.set import SET
 from equipoise.topology.snfs import SNFS
 from equipoise.topology.srigl import SRigL
+from equipoise.topology.srste import SRSTE
 from equipoise.topology.static import Dense, Static
 from equipoise.topology.topology import Topology
 
@@ -29,6 +30,7 @@ ALGORITHMS: Catalogue[type[Algorithm]] = Catalogue(
         "mest": MEST,
         "gmp": GMP,
         "granet": GraNet,
+        "sr-ste": SRSTE,
         "bsr-net": BSRNet,
     },
 )
@@ -40,6 +42,7 @@ __all__ = [
     "PATTERNS",
     "SET",
     "SNFS",
+    "SRSTE",
     "Algorithm",
     "BSRNet",
     "Dense",

@@ -51,8 +51,7 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
     if not any(final.values()):
         size = sum(weight.numel() for weight in chosen.values())
         raise UserError(f"none of the {size} chosen weights would be active; choose a lower sparsity or more weights")
-    keeps = algorithm.initial_mask == "nonzeros"
-    kept = {name: _magnitudes(weight, initial[name]) if keeps else None for name, weight in chosen.items()}
+    kept = {name: _kept(algorithm, weight, initial[name]) for name, weight in chosen.items()}
     if algorithm.global_budget:
         initial = _all_nonzeros(initial, kept, sum(final.values()))
     generator = torch.Generator()  # on the CPU: the same initial mask on every device
@@ -66,7 +65,8 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
             active = _units(pattern, weight, magnitudes, budget, generator)
         else:
             active = order[:budget] if magnitudes is None else _largest(magnitudes, order, budget)
-        planned.append(Planned(name, weight, budget, final[name], active, _count(magnitudes)))
+        nonzeros = _count(magnitudes) if algorithm.initial_mask == "nonzeros" else 0
+        planned.append(Planned(name, weight, budget, final[name], active, nonzeros))
     return planned
 
 
@@ -93,6 +93,13 @@ def _units(
     if magnitudes is not None:
         score = magnitudes.double() + score * 1e-60
     return pattern.largest(score, budget, weight.shape)
+
+
+def _kept(algorithm: Algorithm, weight: Tensor, budget: int) -> Tensor | None:
+    """Magnitudes by which the initial mask is chosen, as a vector on the CPU; `None` if it is random."""
+    if algorithm.initial_mask == "largest":
+        return weight.detach().abs().reshape(-1).cpu()
+    return _magnitudes(weight, budget) if algorithm.initial_mask == "nonzeros" else None
 
 
 def _magnitudes(weight: Tensor, budget: int) -> Tensor | None:

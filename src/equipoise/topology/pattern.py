@@ -57,9 +57,21 @@ class Pattern(ABC):
             count: Number of weights to choose, as `whole` gives it.
             shape: Shape of the weight.
         """
+        return self._indices(self._largest(score, count, shape), shape)
+
+    def largest_mask(self, score: Tensor, count: int, shape: Sequence[int]) -> Tensor:
+        """Boolean mask of the weights that `largest` returns, in the shape of the weight, made on the device."""
+        index = self.arrange(torch.arange(math.prod(shape), device=score.device).view(tuple(shape)))
+        chosen = self._largest(score, count, shape).unsqueeze(-1).expand(index.shape)
+        return (
+            torch.empty_like(score, dtype=torch.bool).scatter_(0, index.reshape(-1), chosen.reshape(-1)).view(shape)
+        )
+
+    def _largest(self, score: Tensor, count: int, shape: Sequence[int]) -> Tensor:
+        """Mask of the units of each group with the largest scores."""
         scores = self._score(score, shape)
         chosen = scores.topk(count // (scores.shape[0] * self.extent(shape)[2]), dim=1).indices
-        return self._indices(torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True), shape)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
 
     def exchange(
         self, drop: Tensor, grow: Tensor, active: Tensor, prune: int, swap: int, regrow: bool
@@ -206,7 +218,7 @@ class Transposable(NM):
     def extent(self, shape: Sequence[int]) -> tuple[int, int, int]:
         return math.prod(shape) // self.m**2, self.m, self.m  # a unit is a matching
 
-    def largest(self, score: Tensor, count: int, shape: Sequence[int]) -> Tensor:
+    def _largest(self, score: Tensor, count: int, shape: Sequence[int]) -> Tensor:
         tiles = self._score(score, shape).view(-1, self.m, self.m)
         on = torch.ones_like(tiles, dtype=torch.bool)
         each = count // (len(tiles) * self.m)
@@ -216,7 +228,7 @@ class Transposable(NM):
         else:
             for _ in range(self.m - each):
                 on = on & ~_lightest_matching(tiles, on)
-        return self._indices(on.flatten(1), shape)
+        return on.flatten(1)
 
     def exchange(
         self, drop: Tensor, grow: Tensor, active: Tensor, prune: int, swap: int, regrow: bool

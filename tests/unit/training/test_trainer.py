@@ -33,7 +33,9 @@ LINE = {
 
 def topology(name: str, **options: Any) -> dict[str, Any]:
     own: dict[str, Any] = {"every": 2}
-    own = {"dense": {}, "static": {}, "bsr-net": {"distribution": "erk"}}.get(name, own)
+    own = {"dense": {}, "static": {}, "bsr-net": {"distribution": "erk"}, "sr-ste": {"pattern": "fan_in"}}.get(
+        name, own
+    )
     return {"name": name, **({} if name == "dense" else {"sparsity": 0.8}), **own, **options}
 
 
