@@ -42,8 +42,8 @@ class Algorithm:
         min_fan_in: Number of active weights that every unit keeps, if its layer has as many per unit. A unit is an
             entry of the first dimension of a weight.
         pattern: Structure of the active weights: `n:m` such as `2:4`, `transposable 2:4`, blocks of outputs x inputs
-            such as `16x1`, or `fan_in`, the same number of weights for every output. Weights that do not divide stay
-            dense.
+            such as `16x1`, the fixed `butterfly 16x16`, or `fan_in`, the same number of weights for every output.
+            Weights that do not divide stay dense.
         seed: Seed of the initial mask and of random growth.
     """
 
@@ -60,6 +60,8 @@ class Algorithm:
 
     # Whether single layers have no fixed number of active weights, only the network.
     global_budget: ClassVar[bool] = False
+    # Whether the mask of a weight never changes.
+    fixed: ClassVar[bool] = False
     # At which steps the algorithm needs the gradient of inactive weights.
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "never"
 
@@ -86,6 +88,8 @@ class Algorithm:
         pattern = parse_pattern(self.pattern)
         if pattern is not None and self.min_fan_in:
             raise UserError(f'min_fan_in={self.min_fan_in}: not with pattern="{pattern}", whose counts are fixed')
+        if pattern is not None and pattern.fixed and not self.fixed:
+            raise UserError(f'pattern="{pattern}": its mask never changes; use the topology static')
         if isinstance(pattern, NM):
             if not math.isclose(self.sparsity, pattern.sparsity):
                 raise UserError(f'sparsity={self.sparsity}: pattern="{pattern}" has sparsity={pattern.sparsity:g}')
