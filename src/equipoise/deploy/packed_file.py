@@ -1,7 +1,8 @@
 """The packed file: a safetensors file with coded weights and a header that describes the model.
 
 The header is JSON in the metadata, under `equipoise`: see `Header`. Biases and norms are tensors of their names. A
-weight is stored as `NAME/values`, `NAME/gaps` and `NAME/scale` (see `coding`). Reading a file executes no code from
+weight is stored as `NAME/values`, its indices as `NAME/gaps` or `NAME/bitmap`, and `NAME/block` and `NAME/scale` if it
+has them (see `coding`). Reading a file executes no code from
 it: the model is looked up in the catalogue by its name.
 """
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from equipoise.config import build
 from equipoise.deploy.blueprint import Blueprint, Network
-from equipoise.deploy.coding import decode_all, encode
+from equipoise.deploy.coding import INDICES, decode_all, encode
 from equipoise.deploy.fold import fold, restructure
 from equipoise.errors import UserError
 from equipoise.files import written_whole
@@ -191,7 +192,7 @@ def _unpack(header: Header, tensors: Mapping[str, Tensor]) -> Unpacked:
         if "/" not in key and (tensor.dtype is not torch.float32 or not tensor.isfinite().all()):
             raise UserError(f'"{key}" is {tensor.dtype}; biases and norms are finite float32')
     weights = decode_all(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
-    stored = sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("/gaps"))
+    stored = sum(tensor.numel() for key, tensor in tensors.items() if key.rpartition("/")[2] not in INDICES)
     return Unpacked(blueprint, blueprint.fill(model, weights), header.folded, stored)
 
 
