@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from equipoise.cli.common import Best, Run, console, open_run
+from equipoise.cli.common import AllowCode, Best, Run, console, open_run
 
 
 def export(
@@ -18,6 +18,7 @@ def export(
     weights: Annotated[str, typer.Option(help="plain, bn_recalibrated or ema, see `equipoise eval`.")] = "plain",
     best: Best = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    allow_code: AllowCode = False,
 ) -> None:
     """Write the network of a run to a small file that `equipoise.load` runs with the sparse kernels."""
     from equipoise.deploy import export as deploy
@@ -25,7 +26,7 @@ def export(
     from equipoise.training.network import network_of
 
     deploy.check_request(out, format_, values, weights, force)
-    deploy.export(network_of(open_run(run, best), weights), out, format_, values, force)
+    deploy.export(network_of(open_run(run, best, allow_code=allow_code), weights), out, format_, values, force)
     console.print(f"{out}: {size(out.stat().st_size)}")
     if format_ == "state_dict":
         console.print("safetensors; the model takes images as (x - mean) / std, see the metadata of the file")

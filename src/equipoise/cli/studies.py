@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.common import Out, console, new_folder
+from equipoise.cli.common import AllowCode, Out, console, modules_here, new_folder
 from equipoise.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def study(
     other_jobs: Annotated[
         int, typer.Option(min=0, help="Number of other jobs sharing the device; recorded next to the timings.")
     ] = 0,
+    allow_code: AllowCode = False,
 ) -> None:
     """Run the missing runs of a study (arms x seeds) and write one result file for each."""
     from equipoise.studies.design import packaged_studies, read_design, read_study
@@ -61,9 +62,11 @@ def study(
         for name in packaged_studies():
             console.print(f"{name:<28}{read_design(name).title}")
         return
-    design = read_study(file)
+    if allow_code:
+        modules_here()
+    design = read_study(file, allow_code)
     arms = list(dict.fromkeys(only or []))
-    chosen = jobs_of(design, results, work, arms, parse_seeds(seeds), data, other_jobs)
+    chosen = jobs_of(design, results, work, arms, parse_seeds(seeds), data, other_jobs, allow_code)
     if list_only:
         for job in chosen:
             console.print(f"{job}: {state(job)}")
@@ -75,6 +78,7 @@ def study(
         *[("--only", arm, "") for arm in arms],
     ]
     words = [word for name, value, default in options if value != default for word in (name, value)]
+    words += ["--allow-code"] if allow_code else []
     with stoppable(shlex.join(["equipoise", "study", file, *words])):
         complete = run_study(design, chosen, results, make_launcher(launcher, jobs, address), console.print)
     if not complete:

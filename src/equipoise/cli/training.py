@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.common import Best, Out, Run, console, new_folder, open_run
+from equipoise.cli.common import AllowCode, Best, Out, Run, console, import_approved, new_folder, open_run
 from equipoise.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def train(
     tensorboard: TensorBoardOption = False,
     profile: Annotated[bool, typer.Option("--profile", help="Write a trace of a few steps to profile.json.")] = False,
     measure: MeasureOption = 0,
+    allow_code: AllowCode = False,
 ) -> None:
     """Train a recipe and write metrics, checkpoints and the result to a folder.
 
@@ -38,12 +39,15 @@ def train(
     from equipoise.training.processes import joined, restarted
     from equipoise.training.run_folder import FolderTaken
 
-    if restarted() and out is not None and (out / "recipe.yaml").is_file():
-        resume(out, tensorboard, measure)
-        return
     words = overrides or []
+    typed = [word for word in words if "=" in word]
+    if restarted() and out is not None and (out / "recipe.yaml").is_file():
+        import_approved({}, typed)
+        resume(out, tensorboard, measure, allow_code)
+        return
     raw = read_recipe(recipe, *[word for word in words if "=" not in word])
-    made = make_recipe(apply_overrides(raw, [word for word in words if "=" in word]))
+    import_approved(raw, typed, allow_code)
+    made = make_recipe(apply_overrides(raw, typed))
     with joined(made.device) as world:
         name = f"{Path(recipe).stem}-seed{made.seed}"
         path = new_folder(out, name) if world.leads else Path()
@@ -59,13 +63,16 @@ def train(
         _run(trainer, path)
 
 
-def resume(run: Run, tensorboard: TensorBoardOption = False, measure: MeasureOption = 0) -> None:
+def resume(
+    run: Run, tensorboard: TensorBoardOption = False, measure: MeasureOption = 0, allow_code: AllowCode = False
+) -> None:
     """Continue an interrupted run from its newest valid checkpoint."""
     from equipoise.training import RunFolder, make_recipe
     from equipoise.training import resume as resume_run
     from equipoise.training.processes import joined
 
     folder = RunFolder.open(run)
+    import_approved(folder.recipe(), allow_code=allow_code)
     recipe = make_recipe(folder.recipe())
     folder.store.keep = recipe.checkpoint.keep
     with joined(recipe.device) as world:
@@ -88,6 +95,7 @@ def evaluate(
     ] = None,
     eps: Annotated[float | None, typer.Option(min=0.0, help="Radius of the attack. Default: the attack's.")] = None,
     images: Annotated[int, typer.Option(min=0, help="Number of images to attack; 0 for all.")] = 0,
+    allow_code: AllowCode = False,
 ) -> None:
     """Evaluate a checkpoint: plain, with recalibrated BatchNorm, and with averaged weights (ema)."""
     from equipoise.display.tables import make_table, percent
@@ -98,7 +106,7 @@ def evaluate(
     if attack is None and (eps is not None or images):
         raise UserError("--eps and --images need an attack, such as --attack pgd50x10")
     with joined(str(RunFolder.open(run).recipe().get("device", "auto"))) as world:
-        trainer = open_run(run, best, world)
+        trainer = open_run(run, best, world, allow_code)
         if split not in trainer.parts.loaders:
             raise UserError(f'no split is called "{split}"; choose from {", ".join(trainer.parts.loaders)}')
         title = f"{run}, epoch {trainer.epoch}, {split}"
@@ -156,13 +164,14 @@ def _watch(trainer: Trainer, path: Path, tensorboard: bool, measure: int, profil
 def _run(trainer: Trainer, path: Path) -> None:
     from equipoise.display.tables import percent
     from equipoise.training.layer_summary import summary
+    from equipoise.training.recipe import code_in
     from equipoise.training.signals import stoppable
 
     if trainer.recipe.correction.corrects:
         console.print(f"correction: {trainer.parts.correction.estimate_cost(len(trainer.parts.train))}")
     if trainer.parts.topology.layers:
         console.print(f"weights: {summary(trainer.parts.topology)}")
-    with stoppable(f"equipoise resume {path}"):
+    with stoppable(f"equipoise resume {path}{' --allow-code' if code_in(trainer.raw) else ''}"):
         result = trainer.run()
     scores = "  ".join(f"{name} {percent(s['accuracy'])}" for name, s in result["test"].items())
     console.print(f"test: {scores}   {path}")

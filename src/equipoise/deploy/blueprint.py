@@ -26,7 +26,7 @@ class Blueprint:
         model: Name in the catalogue of models.
         options: Options of the model.
         input_shape: Shape of one image.
-        mean: Mean of the normalisation, per channel.
+        mean: Mean of the normalisation, per channel; empty if the model has none.
         std: Standard deviation of the normalisation, per channel.
     """
 
@@ -81,11 +81,19 @@ class Blueprint:
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.reset_running_stats()
-            if isinstance(module, Normalize):
+            if isinstance(module, Normalize) and self.mean:
                 module.set(self.mean, self.std)
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
         return model
+
+
+def foreign_buffers(model: nn.Module) -> list[str]:
+    """Return the names of the buffers that are neither statistics of a BatchNorm nor those of `Normalize`."""
+    known = (nn.modules.batchnorm._BatchNorm, Normalize)
+    owners = {f"{name}." if name else "": module for name, module in model.named_modules()}
+    found = [(prefix, name) for prefix, m in owners.items() if not isinstance(m, known) for name in m._buffers]
+    return [f"{prefix}{name}" for prefix, name in found]
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,9 @@ class Network:
         skeleton = self.blueprint.skeleton()
         weights = {name: self.state[name] for name, _ in skeleton.named_parameters() if name in self.state}
         model = self.blueprint.fill(skeleton, weights)
+        for name in foreign_buffers(model):
+            if name not in self.state:
+                raise UserError(f'"{name}" is a buffer that is not in the state_dict; register it as persistent')
         try:
             model.load_state_dict(dict(self.state))
         except RuntimeError as error:

@@ -18,22 +18,25 @@ from equipoise.storage.pack import pack_masks
 from equipoise.storage.packed_modules import packed
 
 
-def load(path: str | os.PathLike[str], dense: bool = False, into: nn.Module | None = None) -> nn.Module:
+def load(
+    path: str | os.PathLike[str], dense: bool = False, into: nn.Module | None = None, allow_code: bool = False
+) -> nn.Module:
     """Load a network for inference, in eval mode on the CPU.
 
     Sparse layers run on the kernels, dense layers at the ends of the network on torch. If dense layers are faster, or
-    the kernels are not available, all layers are torch's. No code in the file is executed.
+    the kernels are not available, all layers are torch's. The file contains no code.
 
     Args:
         path: A file that `equipoise export` or `equipoise.save` wrote.
         dense: Whether to use torch's layers only.
         into: For a file of `equipoise.save`, the custom model as it was before packing. It is copied.
+        allow_code: Whether to import a custom model that the file names, such as `package.nets:Net`.
 
     Raises:
         UserError: If the file is missing, damaged, or does not fit the model.
     """
     if into is None:
-        model, layout = read_packed(Path(path)).model, torch.channels_last
+        model, layout = read_packed(Path(path), allow_code).model, torch.channels_last
     else:
         # in another layout a custom forward may fail (`view`), or change a flattened copy in place
         model, layout = read_custom(Path(path), into), torch.preserve_format

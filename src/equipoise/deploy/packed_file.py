@@ -20,12 +20,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from equipoise.catalogue import names_code
 from equipoise.config import build
-from equipoise.deploy.blueprint import Blueprint, Network
+from equipoise.deploy.blueprint import Blueprint, Network, foreign_buffers
 from equipoise.deploy.coding import decode_all, encode
 from equipoise.deploy.fold import fold, restructure
 from equipoise.errors import UserError
 from equipoise.files import written_whole
+from equipoise.models import MODELS
 
 KEY = "equipoise"
 WEIGHTS = "equipoise-weights"  # weights of a custom model: see `custom`
@@ -76,6 +78,8 @@ def write_packed(network: Network, path: Path, values: str = "float32") -> None:
         UserError: If the weights do not fit the model or are not finite.
     """
     model = network.build()
+    if foreign := foreign_buffers(model):
+        raise UserError(f'"{foreign[0]}" is a buffer, which packed files do not store; use --format state_dict')
     header = Header(VERSION, network.blueprint, fold(model))
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -86,15 +90,22 @@ def write_packed(network: Network, path: Path, values: str = "float32") -> None:
     write_file(path, KEY, asdict(header), tensors)
 
 
-def read_packed(path: Path) -> Unpacked:
+def read_packed(path: Path, allow_code: bool = False) -> Unpacked:
     """Read a file that `write_packed` wrote, without executing any code from it.
+
+    Args:
+        path: The file.
+        allow_code: Whether to import a custom model that the file names, such as `package.nets:Net`.
 
     Raises:
         UserError: If the file is missing, damaged, of another version or of another kind.
     """
     header, tensors = read_file(path, KEY)
     try:
-        return _unpack(build(Header, header, "header"), tensors)
+        known = build(Header, header, "header")
+        if allow_code and names_code(known.network.model):
+            MODELS.import_code(known.network.model)
+        return _unpack(known, tensors)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 

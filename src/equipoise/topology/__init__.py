@@ -27,6 +27,8 @@ ALGORITHMS: Catalogue[type[Algorithm]] = Catalogue(
         "granet": GraNet,
         "bsr-net": BSRNet,
     },
+    group="topologies",
+    base=Algorithm,
 )
 
 __all__ = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -11,24 +13,37 @@ from equipoise.data import FolderLoader, Images, Splits
 from equipoise.errors import UserError
 from equipoise.models import MODELS, Normalize
 from equipoise.training.loaders import AnyLoader
-from equipoise.training.recipe import Recipe
+from equipoise.training.recipe import MODEL_OPTIONS_OF_DATA, Recipe
 
 
 def make_model(recipe: Recipe, splits: Splits) -> nn.Module:
     """The model for the classes, channels and image size of the data, normalising with the data's statistics."""
-    factory = MODELS[recipe.model]
-    known = parameters_of(factory)
-    options = {"classes": len(splits.classes), "channels": len(splits.mean), **recipe.model_options}
-    if "size" in known and isinstance(splits.train, Images):
-        options.setdefault("size", splits.train.images.shape[-1])
+    size = splits.train.images.shape[-1] if isinstance(splits.train, Images) else None
     try:
-        model = factory(**options)
+        model = MODELS[recipe.model](
+            **options_of_data(recipe.model, len(splits.classes), len(splits.mean), size) | dict(recipe.model_options)
+        )
     except (UserError, RuntimeError, TypeError, MemoryError) as error:
         raise UserError(f"model: {' '.join(str(error).split())[:200]}") from None
-    normalize = getattr(model, "normalize", None)
-    if isinstance(normalize, Normalize) and recipe.data.normalize:
-        normalize.set(splits.mean, splits.std)
+    if not isinstance(model, nn.Module):
+        raise UserError(f'model: "{recipe.model}" returned {type(model).__name__}, not a torch.nn.Module')
+    if recipe.data.normalize:
+        if isinstance(normalize := getattr(model, "normalize", None), Normalize):
+            normalize.set(splits.mean, splits.std)
+        else:
+            warnings.warn(
+                f'the model "{recipe.model}" has no layer `normalize` (equipoise.models.Normalize), so it is given '
+                "pixels in [0, 1]; data.normalize=false says that this is intended",
+                stacklevel=2,
+            )
     return model
+
+
+def options_of_data(model: str, classes: int, channels: int, size: int | None) -> dict[str, int]:
+    """Return the options of a model that follow from the data, as far as the model has them."""
+    values = zip(MODEL_OPTIONS_OF_DATA, (classes, classes, channels, channels, size), strict=True)
+    known = parameters_of(MODELS[model])
+    return {name: value for name, value in values if name in known and value is not None}
 
 
 @torch.no_grad()

@@ -91,5 +91,8 @@ class Cosine(Schedule):
 
 
 SCHEDULES: Catalogue[type[Schedule]] = Catalogue(
-    "schedule", {"constant": Constant, "piecewise": Piecewise, "cosine": Cosine}
+    "schedule",
+    {"constant": Constant, "piecewise": Piecewise, "cosine": Cosine},
+    group="schedules",
+    base=Schedule,
 )

@@ -201,7 +201,10 @@ class AdamWOptions(AdamOptions):
 
 
 OPTIMIZERS: Catalogue[type[OptimizerOptions]] = Catalogue(
-    "optimizer", {"sgd": SGDOptions, "sgdw": SGDWOptions, "adam": AdamOptions, "adamw": AdamWOptions}
+    "optimizer",
+    {"sgd": SGDOptions, "sgdw": SGDWOptions, "adam": AdamOptions, "adamw": AdamWOptions},
+    group="optimizers",
+    base=OptimizerOptions,
 )
 
 

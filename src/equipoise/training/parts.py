@@ -79,7 +79,7 @@ def make_parts(
         on_startup: Called with seconds that an engine spends on compiling and capturing.
     """
     device = find_device(recipe.device) if world.alone else world.device
-    splits = load(recipe.data.name, recipe.data.root, recipe.data.validation, recipe.seed)
+    splits = load(recipe.data.name, recipe.data.root, recipe.data.validation, recipe.seed, recipe.data_options)
     torch.manual_seed(derive(recipe.seed, "model"))
     prepare_gpu(recipe.precision, device)
     model = synchronise(make_model(recipe, splits), world).to(device)

@@ -13,8 +13,18 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 
-from equipoise.catalogue import Catalogue, suggestion
-from equipoise.config import build, call, check_names, checked, convert, parameters_of, parse_yaml, split
+from equipoise.catalogue import Catalogue, names_code, suggestion
+from equipoise.config import (
+    build,
+    call,
+    check_names,
+    checked,
+    convert,
+    parameters_of,
+    parse_yaml,
+    split,
+    takes_any_name,
+)
 from equipoise.correction import CORRECTIONS, Estimator
 from equipoise.data import DATASETS, Augment
 from equipoise.errors import UserError
@@ -27,6 +37,7 @@ from equipoise.training.rollback import RollbackOptions
 
 CATALOGUES: dict[str, Catalogue[Any]] = {
     "model": MODELS,
+    "data": DATASETS,
     "topology": ALGORITHMS,
     "objective": OBJECTIVES,
     "correction": CORRECTIONS,
@@ -43,6 +54,9 @@ DEFAULT_NAMES = {
     "optimizer": "sgd",
     "schedule": "piecewise",
 }
+
+MODEL_OPTIONS_OF_DATA = ("classes", "num_classes", "channels", "in_chans", "size")
+"""Options of models that a run takes from its data, unless the recipe sets them. timm uses the second and fourth."""
 
 OLD_NAMES = {
     "average": "ema",
@@ -120,6 +134,7 @@ class Recipe:
         model: Name of a model of the catalogue.
         model_options: Options of the model.
         data: The dataset, see `DataOptions`.
+        data_options: Options of the dataset besides those that all datasets have.
         topology: Which weights exist.
         objective: The loss that is minimised.
         correction: Which gradient is used.
@@ -146,6 +161,7 @@ class Recipe:
     model: str
     model_options: Mapping[str, Any]
     data: DataOptions
+    data_options: Mapping[str, Any]
     topology: Algorithm
     objective: Annotated[Objective, OBJECTIVES]
     correction: Annotated[Estimator, CORRECTIONS]
@@ -181,11 +197,13 @@ class Recipe:
     def fingerprint(self) -> dict[str, Any]:
         """Everything that a checkpoint and a recipe must have in common, by key; see `MAY_CHANGE`."""
         signature = inspect.signature(MODELS[self.model]).parameters
-        options = {name: p.default for name, p in signature.items()} | dict(self.model_options)
-        found = {"seed": self.seed, "model": self.model, **{f"model.{key}": _plain(options[key]) for key in options}}
-        for each in fields(self):
-            if each.name not in (*found, "model_options", "raw"):
-                found |= _flat(each.name, getattr(self, each.name))
+        defaults = {name: signature[name].default for name in parameters_of(MODELS[self.model])}
+        found = {"seed": self.seed, "model": self.model}
+        for part, options in (("model", defaults | dict(self.model_options)), ("data", self.data_options)):
+            found |= {f"{part}.{key}": _plain(value) for key, value in options.items()}
+        for key in KEYS:
+            if key not in found:
+                found |= _flat(key, getattr(self, key))
         return {key: value for key, value in found.items() if not _may_change(key)}
 
 
@@ -231,7 +249,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
-KEYS = [f.name for f in fields(Recipe) if f.name not in ("model_options", "raw")]
+KEYS = [f.name for f in fields(Recipe) if f.name not in ("model_options", "data_options", "raw")]
 """The keys of a recipe file."""
 
 
@@ -245,16 +263,48 @@ def make_recipe(raw: Mapping[str, Any]) -> Recipe:
     check_names(raw, KEYS, "recipe")
     full = {**DEFAULT_NAMES, **raw}
     model, options = split(full["model"], "model")
-    data, data_options = split(full["data"], "data")
+    data, data_options = _data(full["data"])
     values: dict[str, Any] = {
         "model": model,
-        "model_options": checked(MODELS[model], options, "model"),
-        "data": build(DataOptions, {"name": data, **data_options}, "data"),
+        "model_options": checked(MODELS[model], options, "model", MODEL_OPTIONS_OF_DATA),
+        "data": data,
+        "data_options": data_options,
         "topology": _topology(full["topology"], convert(full.get("seed", 0), int, "seed")),
     }
     hints = get_type_hints(Recipe, include_extras=True)
     values |= {key: convert(value, hints[key], key) for key, value in full.items() if key not in values}
     return Recipe(**values, raw=copy.deepcopy(dict(raw)))
+
+
+def _data(value: Any) -> tuple[DataOptions, dict[str, Any]]:
+    """Build the options that all datasets have, and check those of this one against its function."""
+    name, options = split(value, "data")
+    reader, common = DATASETS[name], parameters_of(DataOptions)
+    if not takes_any_name(reader):
+        check_names(options, {*common, *parameters_of(reader)}, "data")
+    own = {key: item for key, item in options.items() if key not in common}
+    rest = {key: item for key, item in options.items() if key in common}
+    return build(DataOptions, {"name": name, **rest}, "data"), checked(reader, own, "data", supplied=["root"])
+
+
+def import_code(raw: Mapping[str, Any]) -> None:
+    """Import the code that a recipe names as `package.module:attribute`, so that `make_recipe` accepts the names.
+
+    Call it only with names that the user has typed or approved.
+
+    Raises:
+        UserError: If the import fails.
+    """
+    for part, name in code_in(raw).items():
+        CATALOGUES[part].import_code(name)
+
+
+def code_in(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the form `package.module:attribute` in a recipe, by part."""
+    values = {part: raw.get(part) for part in CATALOGUES}
+    named = {part: value.get("name") if isinstance(value, Mapping) else value for part, value in values.items()}
+    names = {part: str(name).removesuffix("-itop") for part, name in named.items()}
+    return {part: name for part, name in names.items() if names_code(name)}
 
 
 def _topology(value: Any, seed: int) -> Algorithm:
@@ -395,5 +445,5 @@ def _renamed(part: str, old: Any, name: str) -> Any:
     known = set(old)
     if part in CATALOGUES:
         base = name.removesuffix("-itop") if part == "topology" else name
-        known = set(parameters_of(CATALOGUES[part][base]))
+        known = {*parameters_of(CATALOGUES[part][base]), *(parameters_of(DataOptions) if part == "data" else ())}
     return {**{key: item for key, item in old.items() if key in known}, "name": name}
