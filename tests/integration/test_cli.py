@@ -135,6 +135,25 @@ def test_list_shows_everything_that_can_be_chosen(run: Run) -> None:
     assert [line.split()[0] for line in only] == ["optimizers", "sgd", "sgdw", "adam", "adamw"]
 
 
+def test_list_shows_the_options_of_a_name(run: Run) -> None:
+    lines = run("list", "rigl").out.splitlines()
+    assert lines[0].startswith("topologies: rigl  RigL (Evci et al. 2020)")
+    assert any(re.match(r"  every: int = 100 +Steps between updates\.$", line) for line in lines)
+    both = run("list", "sgd").out
+    assert "corrections: sgd" in both
+    assert "optimizers: sgd" in both
+    assert "validation: int = 0" in run("list", "cifar10").out
+
+
+def test_recipe_prints_one_to_copy(run: Run, tmp_path: Path) -> None:
+    printed = run("recipe", "digits", "agent", "topology=set", "epochs=1")
+    assert printed.status == 0
+    (tmp_path / "mine.yaml").write_text(printed.out)
+    assert yaml.safe_load(printed.out)["topology"]["name"] == "set"
+    assert run("train", "mine.yaml", "data.batch=720", "--out", "here").status == 0
+    assert run("recipe", "--keys").out.startswith("# The keys of a recipe\n")
+
+
 def test_without_words_there_is_help(run: Run) -> None:
     assert run() == run("--help")
     status, out, err = run()
@@ -284,7 +303,9 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "run to resume": (["resume", "nowhere"], "nowhere is not a run"),
     "run to score": (["eval", "nowhere"], "nowhere is not a run"),
     "run of a name too long": (["show", "x" * 5000], "is not a run"),
-    "kind": (["list", "modles"], 'no kind is called "modles"; did you mean "models"?'),
+    "kind": (["list", "modles"], 'nothing is called "modles"; did you mean "models"?'),
+    "entry": (["list", "riggl"], 'nothing is called "riggl"; did you mean "rigl"?'),
+    "no recipe": (["recipe"], "name a recipe, such as `equipoise recipe digits`"),
     "folder below a file": (["train", "tiny.yaml", "--out", "tiny.yaml/x"], "tiny.yaml/x"),
     "folder of a name too long": (["train", "tiny.yaml", "--out", "x" * 5000], "File name too long"),
 }

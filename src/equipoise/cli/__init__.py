@@ -34,6 +34,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": training.evaluate,
     "show": training.show,
     "list": listing.list_names,
+    "recipe": listing.recipe,
     "measure": measurement.measure,
     "study": studies.study,
     "report": studies.report,

@@ -15,7 +15,7 @@ from equipoise.errors import UserError
 from equipoise.world import ALONE, World
 
 if TYPE_CHECKING:
-    from equipoise.training import Trainer
+    from equipoise.training import Recipe, Trainer
 
 console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)  # names and paths are printed verbatim
 
@@ -36,6 +36,16 @@ def import_approved(raw: Mapping[str, Any], typed: Sequence[str] = (), allow_cod
         modules_here()
     for each in approved:
         import_code(each)
+
+
+def made_recipe(words: Sequence[str], allow_code: bool = False) -> Recipe:
+    """Make the recipe that recipes, overlays and `key=value` on the command line describe."""
+    from equipoise.training import apply_overrides, make_recipe, read_recipe
+
+    typed = [word for word in words if "=" in word]
+    raw = read_recipe(*[word for word in words if "=" not in word])
+    import_approved(raw, typed, allow_code)
+    return make_recipe(apply_overrides(raw, typed))
 
 
 def modules_here() -> None:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.common import AllowCode, Best, Out, Run, console, import_approved, new_folder, open_run
+from equipoise.cli.common import (
+    AllowCode,
+    Best,
+    Out,
+    Run,
+    console,
+    import_approved,
+    made_recipe,
+    new_folder,
+    open_run,
+)
 from equipoise.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,19 +45,16 @@ def train(
 
     With several GPUs or processes: torchrun --nproc-per-node=N -m equipoise train RECIPE.
     """
-    from equipoise.training import RunFolder, Trainer, apply_overrides, make_recipe, read_recipe
+    from equipoise.training import RunFolder, Trainer
     from equipoise.training.processes import joined, restarted
     from equipoise.training.run_folder import FolderTaken
 
-    words = overrides or []
-    typed = [word for word in words if "=" in word]
+    words = [recipe, *(overrides or [])]
     if restarted() and out is not None and (out / "recipe.yaml").is_file():
-        import_approved({}, typed)
+        import_approved({}, [word for word in words if "=" in word])
         resume(out, tensorboard, measure, allow_code)
         return
-    raw = read_recipe(recipe, *[word for word in words if "=" not in word])
-    import_approved(raw, typed, allow_code)
-    made = make_recipe(apply_overrides(raw, typed))
+    made = made_recipe(words, allow_code)
     with joined(made.device) as world:
         name = f"{Path(recipe).stem}-seed{made.seed}"
         path = new_folder(out, name) if world.leads else Path()

@@ -133,7 +133,7 @@ class Recipe:
     Args:
         model: Name of a model of the catalogue.
         model_options: Options of the model.
-        data: The dataset, see `DataOptions`.
+        data: The dataset and how its images are read.
         data_options: Options of the dataset besides those that all datasets have.
         topology: Which weights exist.
         objective: The loss that is minimised.
@@ -153,8 +153,8 @@ class Recipe:
             `adversarial`, attacked at the snapshot. Without this key the correction is `running`, which needs no
             full pass.
         clip: Largest gradient norm; 0 for no clipping.
-        checkpoint: When checkpoints are written, see `CheckpointOptions`.
-        rollback: What happens if a loss or gradient is not finite, see `RollbackOptions`.
+        checkpoint: When checkpoints are written and how many are kept.
+        rollback: What happens if a loss or gradient is not finite.
         raw: The mapping that the recipe was made from. It is saved in the run folder.
     """
 
