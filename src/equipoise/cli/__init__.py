@@ -40,6 +40,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": studies.report,
     "theory": measurement.theory,
     "export": deployment.export,
+    "predict": deployment.predict,
     "bench": deployment.bench,
 }
 for name, command in COMMANDS.items():

@@ -28,6 +28,9 @@ class Blueprint:
         input_shape: Shape of one image.
         mean: Mean of the normalisation, per channel; empty if the model has none.
         std: Standard deviation of the normalisation, per channel.
+        classes: Names of the classes, by label; empty if unknown.
+        zoom: Side of the centred square of an image that the network saw in evaluations, as a multiple of the shorter
+            side of the image.
     """
 
     model: str
@@ -35,6 +38,8 @@ class Blueprint:
     input_shape: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    classes: tuple[str, ...] = ()
+    zoom: float = 1.0
 
     def skeleton(self) -> nn.Module:
         """Build the model in eval mode without memory for its weights, and check that it takes its input.
@@ -56,6 +61,8 @@ class Blueprint:
         return model
 
     def _check_input(self, model: nn.Module) -> None:
+        if not 0 < self.zoom <= 1:
+            raise UserError(f"zoom={self.zoom}: above 0 and at most 1")
         if min(self.input_shape, default=1) < 1 or math.prod(self.input_shape) > LARGEST_INPUT:
             raise UserError(f"no image has the shape {self.input_shape}")
         try:

@@ -86,7 +86,7 @@ class Frozen(nn.Module):
         self._lock = threading.Lock()  # programs own their buffers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return freeze, (self.model,)  # a copy builds other programs
+        return freeze, (self.model,), {"_forward_pre_hooks": self._forward_pre_hooks}  # a copy builds other programs
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **named: Any) -> Any:

@@ -170,7 +170,8 @@ def _parse_header(path: Path, metadata: Mapping[str, str], key: str) -> dict[str
 def _instead(path: Path, metadata: Mapping[str, str], key: str) -> str:
     """Kind of a file that has another header, and how to use it."""
     if WEIGHTS in metadata:
-        return f'the file of a custom model, without a description: load("{path.name}", into=model)'
+        command = f"equipoise bench {path.name} model=package.nets:Net --shape 3x32x32"
+        return f'the file of a custom model, without a description: load("{path.name}", into=model), or `{command}`'
     if KEY in metadata:
         return f'a packed network with a description: load("{path.name}") without `into`'
     return f"not a packed network; {_maker(path, key)}"
@@ -200,8 +201,12 @@ def _unpack(header: Header, tensors: Mapping[str, Tensor]) -> Unpacked:
         if "/" not in key and (tensor.dtype is not torch.float32 or not tensor.isfinite().all()):
             raise UserError(f'"{key}" is {tensor.dtype}; biases and norms are finite float32')
     weights = decode_all(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
-    stored = sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("/gaps"))
-    return Unpacked(blueprint, blueprint.fill(model, weights), stored)
+    return Unpacked(blueprint, blueprint.fill(model, weights), stored_values(tensors))
+
+
+def stored_values(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of values and scales among the tensors of a file."""
+    return sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("/gaps"))
 
 
 def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

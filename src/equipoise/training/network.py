@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.data import FolderLoader
+from equipoise.data.folder_loader import EVALUATION_ZOOM
 from equipoise.deploy.blueprint import Blueprint, Network
 from equipoise.deploy.export import check_weights
 from equipoise.errors import UserError
@@ -61,4 +62,5 @@ def _blueprint(trainer: Trainer) -> Blueprint:
     buffers = dict(model.named_buffers())  # a packed model has other modules, but the same names of buffers
     named = (buffers.get(f"normalize.{name}", torch.empty(0)) for name in ("mean", "std"))  # empty: no such layer
     mean, std = (tuple(buffer.flatten().tolist()) for buffer in named)
-    return Blueprint(recipe.model, options, tuple(images), mean, std)
+    zoom = EVALUATION_ZOOM if isinstance(loader, FolderLoader) else 1.0
+    return Blueprint(recipe.model, options, tuple(images), mean, std, parts.classes, zoom)

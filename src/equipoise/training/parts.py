@@ -39,6 +39,7 @@ class Parts:
     """The objects of a run, made in one place so that a new run and a resumed one are made alike.
 
     Attributes:
+        classes: Names of the classes, by label.
         train: The training images, shuffled and augmented.
         loaders: Every split in order, for scoring.
         flat: The layout of the parameters in masked storage.
@@ -50,6 +51,7 @@ class Parts:
     topology: Topology
     correction: Correction
     ema: EMA | None
+    classes: tuple[str, ...]
     train: AnyLoader
     loaders: dict[str, AnyLoader]
     flat: FlatParameters | None
@@ -116,7 +118,8 @@ def make_parts(
     step = Step(model, optimizer, topology, correction, ema, train, passes, meter, engine, recipe.clip)
     loaders = scoring_loaders(recipe, splits, device, world)
     return Parts(
-        device, model, optimizer, topology, correction, ema, train, loaders, flat, engine, passes, meter, step
+        *(device, model, optimizer, topology, correction, ema, splits.classes),
+        *(train, loaders, flat, engine, passes, meter, step),
     )
 
 
