@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,8 +24,9 @@ from equipoise.cli.common import (
 from equipoise.errors import UserError
 
 if TYPE_CHECKING:
-    from equipoise.training import Trainer
+    from equipoise.training import RunFolder, Trainer
 
+POLL = 1.0  # seconds between attempts to lock a run
 TensorBoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")]
 MeasureOption = Annotated[
     int, typer.Option("--measure", min=0, help="Measure gradients every N epochs into measure.jsonl; 0 for never.")
@@ -52,7 +56,7 @@ def train(
     words = [recipe, *(overrides or [])]
     if restarted() and out is not None and (out / "recipe.yaml").is_file():
         import_approved({}, [word for word in words if "=" in word])
-        resume(out, tensorboard, measure, allow_code)
+        resume(out, None, tensorboard, measure, allow_code)
         return
     made = made_recipe(words, allow_code)
     with joined(made.device) as world:
@@ -71,23 +75,43 @@ def train(
 
 
 def resume(
-    run: Run, tensorboard: TensorBoardOption = False, measure: MeasureOption = 0, allow_code: AllowCode = False
+    run: Run,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value for the rest of the run, such as epochs=300.")
+    ] = None,
+    tensorboard: TensorBoardOption = False,
+    measure: MeasureOption = 0,
+    allow_code: AllowCode = False,
 ) -> None:
-    """Continue an interrupted run from its newest valid checkpoint."""
-    from equipoise.training import RunFolder, make_recipe
+    """Continue a run from its newest valid checkpoint; with epochs=N, train it longer, also if it is finished."""
+    from equipoise.training import RunFolder, apply_overrides, make_recipe
     from equipoise.training import resume as resume_run
     from equipoise.training.processes import joined
 
-    folder = RunFolder.open(run)
-    import_approved(folder.recipe(), allow_code=allow_code)
-    recipe = make_recipe(folder.recipe())
+    folder, typed = RunFolder.open(run), overrides or []
+    if typed and os.environ.get("WORLD_SIZE", "1") == "1":
+        _wait_for(folder)
+    before = folder.recipe()
+    import_approved(before, typed, allow_code)
+    recipe = make_recipe(apply_overrides(before, typed))
     folder.store.keep = recipe.checkpoint.keep
     with joined(recipe.device) as world:
         finished = world.broadcast_object(folder.has_result)
         trainer = resume_run(folder, recipe, world=world)
-        if trainer.epoch >= recipe.epochs and finished:
-            console.print(f"{run} is finished: {trainer.epoch} epochs")
+        if trainer.epoch > recipe.epochs:
+            raise UserError(f"epochs={recipe.epochs}: {run} has trained {trainer.epoch} epochs already")
+        if trainer.epoch == recipe.epochs and finished:
+            console.print(
+                f"{run} is finished: {trainer.epoch} epochs; `equipoise resume {run} epochs=N` trains longer"
+            )
             return
+        if recipe.epochs != (planned := make_recipe(before).epochs):
+            console.print(
+                f"epochs: {planned} -> {recipe.epochs}; from epoch {trainer.epoch + 1} on, learning rate, topology "
+                f"updates and coefficients follow the schedules of a run of {recipe.epochs} epochs"
+            )
+        if world.leads and typed and trainer.raw != before:
+            folder.extend(trainer.raw)
         _watch(trainer, run, tensorboard, measure)
         _run(trainer, run)
 
@@ -125,12 +149,17 @@ def evaluate(
         console.print(make_table(["", "accuracy", "loss", "images"], rows, title))
 
 
-def show(run: Run) -> None:
-    """Print the epochs and layers of a run, and draw its curves to curves.png in its folder."""
+def show(run: Annotated[Path, typer.Argument(help="Folder of a run, or of several runs, such as runs.")]) -> None:
+    """Print the epochs and layers of a run, and draw its curves to curves.png in its folder; or list runs."""
     from equipoise.display.figures import draw_run
     from equipoise.display.tables import epochs_table, layers_table
     from equipoise.training import RunFolder
+    from equipoise.training.run_folder import find_runs
+    from equipoise.training.run_list import runs_table
 
+    if not os.path.isfile(run / "recipe.yaml") and (runs := find_runs(run)):
+        console.print(runs_table(runs, run))
+        return
     folder = RunFolder.open(run)
     metrics = folder.metrics()
     if not metrics:
@@ -144,6 +173,21 @@ def show(run: Run) -> None:
     except (LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{folder.metrics_file} was not written by equipoise: {error!r}") from None
     console.print(f"curves: {run / 'curves.png'}")
+
+
+def _wait_for(folder: RunFolder) -> None:
+    """Lock a run that is to be extended, after another process that trains it."""
+    from equipoise.training.run_folder import RunBusy
+
+    try:
+        folder.claim()
+    except RunBusy as busy:
+        console.print(f"{busy}; waiting for it to end")
+        while True:
+            time.sleep(POLL)
+            with suppress(RunBusy):
+                folder.claim()
+                break
 
 
 def _watch(trainer: Trainer, path: Path, tensorboard: bool, measure: int, profile: bool = False) -> None:

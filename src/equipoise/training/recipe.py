@@ -260,6 +260,9 @@ def make_recipe(raw: Mapping[str, Any]) -> Recipe:
         UserError: If a key is unknown or a value is wrong.
     """
     _refuse_old_names(raw, "recipe")
+    for key in raw:
+        if key not in KEYS and (places := places_of(str(key))):
+            raise UserError(f'recipe: "{key}" is not a key of a recipe; write {" or ".join(places)}')
     check_names(raw, KEYS, "recipe")
     full = {**DEFAULT_NAMES, **raw}
     model, options = split(full["model"], "model")
@@ -274,6 +277,18 @@ def make_recipe(raw: Mapping[str, Any]) -> Recipe:
     hints = get_type_hints(Recipe, include_extras=True)
     values |= {key: convert(value, hints[key], key) for key, value in full.items() if key not in values}
     return Recipe(**values, raw=copy.deepcopy(dict(raw)))
+
+
+def places_of(option: str) -> list[str]:
+    """Return the keys of a recipe that an option may mean: `lr` is `optimizer.lr`; none if it is not known."""
+    if option in KEYS:
+        return [option]
+    owners: dict[str, list[Any]] = {part: [*catalogue.values()] for part, catalogue in CATALOGUES.items()}
+    owners["data"] = [DataOptions]
+    owners |= {"checkpoint": [CheckpointOptions], "rollback": [RollbackOptions]}
+    return [
+        f"{part}.{option}" for part, entries in owners.items() if any(option in parameters_of(e) for e in entries)
+    ]
 
 
 def _data(value: Any) -> tuple[DataOptions, dict[str, Any]]:
