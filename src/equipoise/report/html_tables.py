@@ -68,7 +68,7 @@ def _evidence(claim: Claim, verdict: Verdict) -> Markup:
     parts: list[str] = [
         join([claim.better, " ", tag("b", value_of(claim.metric, verdict.better))]),
         join([claim.than, " ", tag("b", value_of(claim.metric, verdict.than))]),
-        _difference(claim, verdict.gain),
+        difference(claim, verdict.gain),
     ]
     if verdict.reduction is not None:
         parts.append(f"reduction {number(verdict.reduction, 1)} %")
@@ -77,7 +77,7 @@ def _evidence(claim: Claim, verdict: Verdict) -> Markup:
     return join([item for part in parts for item in (part, Markup(' <span class="dot">·</span> '))][:-1])
 
 
-def _difference(claim: Claim, gain: Spread) -> str:
+def difference(claim: Claim, gain: Spread) -> str:
     """Format a difference: `+0.35 points`, or `0.50 points less` if lower is better."""
     text = gain_of(claim.metric, gain)
     if claim.metric not in LOWER_IS_BETTER or text == UNKNOWN:
