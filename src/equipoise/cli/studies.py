@@ -96,7 +96,8 @@ def study(
 
 def _list(jobs: list[Job]) -> None:
     """Print the state of every job, and an estimate of the time that the unfinished ones take."""
-    from equipoise.studies.estimate import duration, estimate
+    from equipoise.display.tables import duration
+    from equipoise.studies.estimate import estimate
     from equipoise.studies.runner import state
 
     left = estimate(jobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 POLL = 1.0  # seconds between attempts to lock a run
 TensorBoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")]
+CSVOption = Annotated[bool, typer.Option("--csv", help="Also write metrics.csv.")]
+WandBOption = Annotated[bool, typer.Option("--wandb", help="Also send the metrics to Weights & Biases.")]
 MeasureOption = Annotated[
     int, typer.Option("--measure", min=0, help="Measure gradients every N epochs into measure.jsonl; 0 for never.")
 ]
@@ -40,7 +43,9 @@ def train(
         typer.Argument(help="key=value, such as topology.sparsity=0.95, or another recipe to merge into this one."),
     ] = None,
     out: Out = None,
+    csv: CSVOption = False,
     tensorboard: TensorBoardOption = False,
+    wandb: WandBOption = False,
     profile: Annotated[bool, typer.Option("--profile", help="Write a trace of a few steps to profile.json.")] = False,
     measure: MeasureOption = 0,
     allow_code: AllowCode = False,
@@ -56,21 +61,22 @@ def train(
     words = [recipe, *(overrides or [])]
     if restarted() and out is not None and (out / "recipe.yaml").is_file():
         import_approved({}, [word for word in words if "=" in word])
-        resume(out, None, tensorboard, measure, allow_code)
+        resume(out, None, csv, tensorboard, wandb, measure, allow_code)
         return
     made = made_recipe(words, allow_code)
     with joined(made.device) as world:
         name = f"{Path(recipe).stem}-seed{made.seed}"
         path = new_folder(out, name) if world.leads else Path()
+        logs = {"csv": csv, "tensorboard": tensorboard, "wandb": wandb}
         trainer = Trainer(made, world=world)
-        _watch(trainer, path, tensorboard, measure, profile)
+        _watch(trainer, path, logs, measure, profile)
         # Last, so that wrong input leaves no folder behind.
         while world.leads and trainer.folder is None:
             try:
                 trainer.folder = RunFolder.create(path, trainer.raw, made.checkpoint.keep)
             except FolderTaken:  # by another process in the meantime
                 path = new_folder(out, name)
-                _watch(trainer, path, tensorboard, measure, profile)
+                _watch(trainer, path, logs, measure, profile)
         _run(trainer, path)
 
 
@@ -79,7 +85,9 @@ def resume(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value for the rest of the run, such as epochs=300.")
     ] = None,
+    csv: CSVOption = False,
     tensorboard: TensorBoardOption = False,
+    wandb: WandBOption = False,
     measure: MeasureOption = 0,
     allow_code: AllowCode = False,
 ) -> None:
@@ -112,7 +120,7 @@ def resume(
             )
         if world.leads and typed and trainer.raw != before:
             folder.extend(trainer.raw)
-        _watch(trainer, run, tensorboard, measure)
+        _watch(trainer, run, {"csv": csv, "tensorboard": tensorboard, "wandb": wandb}, measure)
         _run(trainer, run)
 
 
@@ -190,19 +198,24 @@ def _wait_for(folder: RunFolder) -> None:
                 break
 
 
-def _watch(trainer: Trainer, path: Path, tensorboard: bool, measure: int, profile: bool = False) -> None:
+def _watch(trainer: Trainer, path: Path, logs: Mapping[str, bool], measure: int, profile: bool = False) -> None:
     """Set the watchers of a run, and refuse a correction that does not fit into memory."""
+    from equipoise.training.loggers import CSV, TensorBoard, WeightsAndBiases
     from equipoise.training.measure import MeasureWatcher
     from equipoise.training.profile import Profiler
-    from equipoise.training.watchers import TensorBoard, Terminal, Watcher, Watchers
+    from equipoise.training.watchers import Terminal, Watcher, Watchers
 
     if measure and not trainer.world.alone:
         raise UserError("--measure needs a single process; measure the run afterwards with `equipoise measure RUN`")
     if not trainer.world.leads:
         return
     watchers: list[Watcher] = [Terminal(console, path.name)]
-    if tensorboard:
+    if logs["csv"]:
+        watchers.append(CSV(path / "metrics.csv"))
+    if logs["tensorboard"]:
         watchers.append(TensorBoard(path / "tensorboard"))
+    if logs["wandb"]:
+        watchers.append(WeightsAndBiases(path))
     if measure:
         watchers.append(MeasureWatcher(path / "measure.jsonl", measure))
     if profile:

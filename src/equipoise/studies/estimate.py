@@ -96,11 +96,3 @@ def _measure(job: Job, clock: Callable[[], float] = time.perf_counter) -> float:
             torch.cuda.synchronize()
         seconds = clock() - begin
     return seconds * len(trainer.parts.train) / _passes(trainer.recipe)
-
-
-def duration(seconds: float) -> str:
-    """Format seconds for people: `40 s`, `12 min`, `3 h 20 min`."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from equipoise.training.measure import MeasureWatcher, measure_trainer
 from equipoise.training.recipe import import_code, lay_over, make_recipe
 from equipoise.training.run_folder import RunFolder, read_epochs
 from equipoise.training.trainer import Trainer, resume
+from equipoise.training.watchers import ProgressLines, Watcher, Watchers
 
 ALONG_FILE = "measure.jsonl"
 
@@ -136,8 +138,10 @@ def run_job(job: Job) -> str:
     with _trainer(job) as trainer:
         if _found(job) is not None:  # another process finished it before this one claimed the folder
             return "finished by another process"
+        watchers: list[Watcher] = [ProgressLines(partial(print, flush=True), f"{job}:")]
         if design.measure and design.measure_every:
-            trainer.watcher = MeasureWatcher(job.folder / ALONG_FILE, design.measure_every)
+            watchers.append(MeasureWatcher(job.folder / ALONG_FILE, design.measure_every))
+        trainer.watcher = Watchers(*watchers)
         sharing = jobs_on_device() + job.other_jobs
         try:
             result = trainer.run()

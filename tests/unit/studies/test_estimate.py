@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from equipoise.display.tables import duration
 from equipoise.studies.design import read_study
-from equipoise.studies.estimate import duration, estimate
+from equipoise.studies.estimate import estimate
 from equipoise.studies.runner import jobs_of
 from equipoise.training.run_folder import RunFolder
 from study_run_helpers import ARMS, run, write_study
