@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import torch
@@ -47,7 +48,7 @@ def options_of_data(model: str, classes: int, channels: int, size: int | None) -
 
 
 @torch.no_grad()
-def check_fit(model: nn.Module, loader: AnyLoader, classes: int, device: torch.device) -> None:
+def check_fit(model: nn.Module, recipe: Recipe, loader: AnyLoader, classes: int, device: torch.device) -> None:
     """Run the model on one image, so that a model that cannot take it is refused before the run begins."""
     shape = (3, loader.size, loader.size) if isinstance(loader, FolderLoader) else loader.batch(0, 0)[0].shape[1:]
     model.eval()
@@ -55,6 +56,11 @@ def check_fit(model: nn.Module, loader: AnyLoader, classes: int, device: torch.d
         logits = model(torch.zeros(1, *shape, device=device))
     except RuntimeError as error:
         size = "x".join(map(str, shape))
+        default = getattr(inspect.signature(MODELS[recipe.model]).parameters.get("size"), "default", None)
+        side = recipe.model_options.get("size", default)
+        if isinstance(loader, FolderLoader) and side not in (None, loader.size):
+            message = f"model: {recipe.model} takes images of 3x{side}x{side}, not of {size}; set data.size={side}"
+            raise UserError(message) from None
         raise UserError(f"model: it does not take images of {size}: {' '.join(str(error).split())[:200]}") from None
     model.train()
     if logits.shape[1] < classes:

@@ -89,7 +89,7 @@ def make_parts(
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     train = training_loader(recipe, splits.train, device, world)
-    check_fit(model, train, len(splits.classes), device)
+    check_fit(model, recipe, train, len(splits.classes), device)
     packed = choose_storage(recipe, model, device) == "packed"
     if packed:
         model = pack(model, recipe.topology)
