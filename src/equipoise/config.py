@@ -226,6 +226,14 @@ def parse_yaml(text: str, where: str) -> Any:
                     seen.add((key.tag, key.value))
             return node
 
+    def number(loader: Loader, node: yaml.ScalarNode) -> Any:
+        """A number; YAML 1.1 would read the pattern 2:4 as minutes and seconds."""
+        if ":" in node.value:
+            return node.value
+        return {"int": loader.construct_yaml_int, "float": loader.construct_yaml_float}[node.tag.split(":")[-1]](node)
+
+    for kind in ("int", "float"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", number)
     try:
         return yaml.load(text, Loader)
     except UserError:

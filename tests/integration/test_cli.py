@@ -241,12 +241,12 @@ def test_the_demo_fits_in_80_columns(run: Run, tmp_path: Path) -> None:
     assert header.split() == ["accuracy", "ema", "density", "explored", "variance", "passes", "seconds"]
     assert [re.split(r"  +", row)[0] for row in rows] == [
         *("dense", "static", "SET", "RigL"),
-        *("SET + AGENT", "SET + AGENT c*"),
+        *("SET + AGENT", "SET + AGENT c*", "fast"),
     ]
     assert "5.0 %" in rows[1]
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
     folders = sorted(path.name for path in (tmp_path / "demo").iterdir() if path.is_dir())
-    assert folders == ["dense", "rigl", "set", "set-agent", "set-agent-c", "static"]
+    assert folders == ["dense", "fast", "rigl", "set", "set-agent", "set-agent-c", "static"]
     assert run("show", "demo/set-agent").status == 0
 
 
@@ -500,10 +500,21 @@ def test_python_m_equipoise(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_needs_torch_numpy_and_safetensors_only() -> None:
-    code = "import sys, torch, numpy, safetensors.torch; before = set(sys.modules); import equipoise; "
+    code = (
+        "import sys, torch, numpy, safetensors.torch; before = set(sys.modules); import equipoise; equipoise.RigL; "
+    )
     code += "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
     loaded = set(program(["-c", code]).stdout.split()) - set(sys.stdlib_module_names)
     assert loaded <= {"equipoise", "torch", "numpy", "safetensors"}
+
+
+def test_a_terminal_is_told_what_a_run_waits_for(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**tiny(), "epochs": 1}))
+    done = program(
+        ["-m", "equipoise", "train", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "run")], FORCE_COLOR="1"
+    )
+    assert done.returncode == 0
+    assert done.stdout.index("loading PyTorch ...") < done.stdout.index("preparing data and model ...")
 
 
 def test_help_imports_no_training() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,46 @@ def test_a_loop_with_ddp_is_that_of_one_process(two: Processes, topology: str, c
         assert all(np.array_equal(mask, one["masks"][name]) for name, mask in found["masks"].items())
         assert found["losses"] == pytest.approx(one["losses"], rel=1e-12)
         assert found["outside"] == [0, 0]
+
+
+def loop_that_calls_backward(world: World, mode: str, calls_backward: bool) -> dict[str, Any]:
+    """Two micro-batches a step; with `calls_backward` DistributedDataParallel averages at the second one only."""
+    torch.manual_seed(3)
+    layers = nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 2)
+    network = nn.Sequential(*layers).double()
+    model = network if world.alone else DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    sparse = eq.RigL(sparsity=0.7, every=2, until=1.0, growth="corrected").attach(model, optimizer, total_steps=STEPS)
+    agent = eq.Agent(gamma=0.8, mode=mode, coefficient={"name": "gradient"}).attach(model)
+    synchronises = []  # whether the wrapper will synchronise buffers in the next pass: not after no_sync()
+    for step in range(STEPS):
+        mine = [(x[world.rank :: world.size], y[world.rank :: world.size]) for x, y in batches()]
+        if step % 3 == 0:
+            agent.refresh(mine, loss_fn)
+        for part in (0, 1):
+            batch = mine[2 * (step % 3) + part]
+            if not calls_backward:
+                agent.backward(loss_fn, *batch, scale=0.5)
+                continue
+            with model.no_sync() if part == 0 and not world.alone else nullcontext():
+                (loss_fn(model, *batch) / 2).backward()
+            agent.correct(loss_fn, *batch, scale=0.5)
+            synchronises.append(model.require_forward_param_sync)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: p.detach() for name, p in network.named_parameters()}
+    return {"weights": weights, "masks": sparse.masks, "report": agent.report(), "synchronises": synchronises}
+
+
+@pytest.mark.parametrize("mode", ["recompute", "running"])
+def test_correct_after_the_backward_pass_of_ddp(two: Processes, mode: str) -> None:
+    ours, theirs = (two(loop_that_calls_backward, mode, own) for own in (False, True))
+    for expected, found in zip(ours, theirs, strict=True):
+        for name, mask in found["masks"].items():
+            assert np.array_equal(mask, expected["masks"][name])
+        assert found["report"] == pytest.approx(expected["report"], rel=1e-9)
+        assert largest_difference(found["weights"], expected["weights"]) < 1e-12
+        assert found["synchronises"] == [False, True] * STEPS
 
 
 def without_correction(world: World) -> dict[str, Any]:

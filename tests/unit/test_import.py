@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import equipoise as eq
 
 # Packages that the application layers and the extras use, and that the library must not import.
@@ -25,10 +27,22 @@ def modules_after(statement: str) -> set[str]:
 
 
 def test_import_loads_the_packages_of_the_library_only() -> None:
-    loaded = modules_after("import equipoise")
+    loaded = modules_after("import equipoise; equipoise.RigL")
     assert {"torch", "numpy", "safetensors"} <= loaded
     of_torch = modules_after("import torch, numpy, safetensors.torch")
     assert sorted(name for name in APPLICATION if name in loaded - of_torch) == []
+
+
+def test_the_command_line_starts_before_torch_is_loaded() -> None:
+    """So that it can say at once what it waits for."""
+    assert not {"torch", "numpy", "matplotlib", "yaml"} & modules_after("from equipoise.cli import main")
+
+
+def test_unknown_names_are_refused_and_subpackages_found() -> None:
+    assert {"RigL", "fast", "load", "__version__"} <= set(dir(eq))
+    assert eq.topology.RigL is eq.RigL  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="module 'equipoise' has no attribute 'Nothing'"):
+        eq.Nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_facade_of_packed_models() -> None:

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 
 from equipoise.errors import UserError
-from equipoise.world import ALONE, World
 
 if TYPE_CHECKING:
     from equipoise.training import Recipe, Trainer
+    from equipoise.world import World
 
 console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)  # names and paths are printed verbatim
 
@@ -54,13 +54,14 @@ def modules_here() -> None:
         sys.path.append(os.getcwd())
 
 
-def open_run(run: Path, best: bool = False, world: World = ALONE, allow_code: bool = False) -> Trainer:
+def open_run(run: Path, best: bool = False, world: World | None = None, allow_code: bool = False) -> Trainer:
     """Return a trainer at the newest valid checkpoint of a run, or at its best. The folder is not changed."""
     from equipoise.training import RunFolder, Trainer, checkpoint, make_recipe
+    from equipoise.world import ALONE
 
     folder = RunFolder.open(run)
     import_approved(folder.recipe(), allow_code=allow_code)
-    trainer = Trainer(make_recipe(folder.recipe()), folder, world=world)
+    trainer = Trainer(make_recipe(folder.recipe()), folder, world=world or ALONE)
     state = checkpoint.load(run / "checkpoints" / "best.safetensors") if best else folder.store.newest()
     if state is None:
         raise UserError(f"{run} has no valid checkpoint yet")

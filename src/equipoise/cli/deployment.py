@@ -18,11 +18,13 @@ File = Annotated[Path, typer.Argument(help="A file that `equipoise export` wrote
 
 def export(
     run: Run,
-    out: Annotated[Path, typer.Argument(help="File to write, such as out.safetensors or out.onnx.")],
-    values: Annotated[str, typer.Option(help="Type of packed weights: float32, bf16 or int8.")] = "float32",
+    out: Annotated[Path, typer.Argument(help="File to write, such as out.safetensors, out.onnx or out.c.")],
+    values: Annotated[
+        str, typer.Option(help="Type of the weights: float32, int8 (packed, c) or bf16 (packed).")
+    ] = "float32",
     format_: Annotated[
         str | None,
-        typer.Option("--format", help="packed, onnx or state_dict (safetensors). Default: that of the suffix."),
+        typer.Option("--format", help="packed, c, onnx or state_dict (safetensors). Default: that of the suffix."),
     ] = None,
     weights: Annotated[str, typer.Option(help="plain, bn_recalibrated or ema, see `equipoise eval`.")] = "plain",
     best: Best = False,

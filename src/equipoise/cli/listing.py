@@ -15,7 +15,8 @@ WIDEST = 48  # characters of the first column of options
 NOTES = {
     "recipes": "equipoise train RECIPE [OVERLAY ...] [key=value ...], such as\n"
     "equipoise train bsr-vgg16-cifar10-at agent bsr-own-schedule topology.sparsity=0.9",
-    "topologies": "Every dynamic topology also exists as NAME-itop, on ITOP's schedule.",
+    "topologies": "Every dynamic topology also exists as NAME-itop, on ITOP's schedule, and as NAME-fast, for short\n"
+    "budgets.",
     "attacks": "equipoise eval RUN --attack NAME",
     "studies": "equipoise study NAME --data DIR",
     "metrics": "A claim of a study is about one of these.",
@@ -72,9 +73,10 @@ def _all_kinds() -> dict[str, Mapping[str, str]]:
 
 def _entry_lines(name: str, kinds: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     """Yield the description and the options of every entry with a name; a name can be of several kinds."""
+    from equipoise.training.recipe import without_suffix
     from equipoise.training.reference import entry_options
 
-    named = {kind: name.removesuffix("-itop") if kind == "topologies" else name for kind in kinds}
+    named = {kind: without_suffix(name)[0] if kind == "topologies" else name for kind in kinds}
     found = {kind: entry for kind, entry in named.items() if entry in kinds[kind]}
     if not found:
         known = sorted({*kinds, *(entry for entries in kinds.values() for entry in entries)})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def demo(out: Out = None, epochs: Annotated[int, typer.Option(min=1, help="Epochs per arm.")] = 10) -> None:
-    """Train dense, static, SET, RigL and AGENT at 95 % sparsity on the embedded digits: a table and a figure."""
+    """Train dense, static, SET, RigL, AGENT and the fast recipe on the embedded digits: a table and a figure."""
     from equipoise.studies.demo import run_demo
 
     run_demo(new_folder(out, "demo"), console, epochs)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from equipoise.training import RunFolder, Trainer
 
 POLL = 1.0  # seconds between attempts to lock a run
+LOADING, PREPARING = "loading PyTorch ...", "preparing data and model ..."  # shown on terminals
 TensorBoardOption = Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard events.")]
 CSVOption = Annotated[bool, typer.Option("--csv", help="Also write metrics.csv.")]
 WandBOption = Annotated[bool, typer.Option("--wandb", help="Also send the metrics to Weights & Biases.")]
@@ -54,9 +55,10 @@ def train(
 
     With several GPUs or processes: torchrun --nproc-per-node=N -m equipoise train RECIPE.
     """
-    from equipoise.training import RunFolder, Trainer
-    from equipoise.training.processes import joined, restarted
-    from equipoise.training.run_folder import FolderTaken
+    with console.status(LOADING):
+        from equipoise.training import RunFolder, Trainer
+        from equipoise.training.processes import joined, restarted
+        from equipoise.training.run_folder import FolderTaken
 
     words = [recipe, *(overrides or [])]
     if restarted() and out is not None and (out / "recipe.yaml").is_file():
@@ -68,7 +70,8 @@ def train(
         name = f"{Path(recipe).stem}-seed{made.seed}"
         path = new_folder(out, name) if world.leads else Path()
         logs = {"csv": csv, "tensorboard": tensorboard, "wandb": wandb}
-        trainer = Trainer(made, world=world)
+        with console.status(PREPARING):
+            trainer = Trainer(made, world=world)
         _watch(trainer, path, logs, measure, profile)
         # Last, so that wrong input leaves no folder behind.
         while world.leads and trainer.folder is None:
@@ -92,9 +95,10 @@ def resume(
     allow_code: AllowCode = False,
 ) -> None:
     """Continue a run from its newest valid checkpoint; with epochs=N, train it longer, also if it is finished."""
-    from equipoise.training import RunFolder, apply_overrides, make_recipe
-    from equipoise.training import resume as resume_run
-    from equipoise.training.processes import joined
+    with console.status(LOADING):
+        from equipoise.training import RunFolder, apply_overrides, make_recipe
+        from equipoise.training import resume as resume_run
+        from equipoise.training.processes import joined
 
     folder, typed = RunFolder.open(run), overrides or []
     if typed and os.environ.get("WORLD_SIZE", "1") == "1":
@@ -105,7 +109,8 @@ def resume(
     folder.store.keep = recipe.checkpoint.keep
     with joined(recipe.device) as world:
         finished = world.broadcast_object(folder.has_result)
-        trainer = resume_run(folder, recipe, world=world)
+        with console.status(PREPARING):
+            trainer = resume_run(folder, recipe, world=world)
         if trainer.epoch > recipe.epochs:
             raise UserError(f"epochs={recipe.epochs}: {run} has trained {trainer.epoch} epochs already")
         if trainer.epoch == recipe.epochs and finished:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from equipoise.errors import NonFiniteLoss
+from equipoise.errors import NonFiniteLoss, UserError, one_line
 
 LossFunction = Callable[..., Tensor]  # (model, *batch) -> mean loss of the batch
 Batches = Iterable[Any]  # tuples or lists of arguments for the loss function, or single arguments
@@ -16,6 +19,36 @@ Batches = Iterable[Any]  # tuples or lists of arguments for the loss function, o
 def as_tuple(batch: Any) -> tuple[Any, ...]:
     """Return the batch of a loader as arguments of a loss function; a single tensor is one argument."""
     return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+
+
+def run_loss(loss_fn: LossFunction, model: nn.Module, batch: tuple[Any, ...]) -> Tensor:
+    """Return the loss of a batch.
+
+    Raises:
+        UserError: The function does not take the model and the batch, or its result is not one number.
+    """
+    try:
+        loss = loss_fn(model, *batch)
+    except TypeError as error:
+        if _reached_user_code(error):
+            raise
+        raise UserError(
+            f"the loss function does not take the model and the {len(batch)} arguments of the batch "
+            f"({one_line(str(error), 120)}); write `def loss_fn(model, x, y): return cross_entropy(model(x), y)`"
+        ) from None
+    if not isinstance(loss, Tensor):
+        raise UserError(f"the loss function returned a {type(loss).__name__}; it must return the mean loss, a tensor")
+    if loss.numel() != 1:
+        shape = tuple(loss.shape)
+        raise UserError(f"the loss has the shape {shape}; it must be one number, such as the mean over the batch")
+    return loss
+
+
+def _reached_user_code(error: TypeError) -> bool:
+    """Whether a line outside of torch and of this file ran, so that the error is one of the user's function."""
+    package = os.path.dirname(torch.__file__)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any(file != __file__ and not file.startswith(package) for file in files)
 
 
 def check_losses(losses: Tensor, where: str, batches: list[int] | None = None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from equipoise.correction.accumulated import Accumulated
 from equipoise.correction.active_vector import ActiveVector
 from equipoise.correction.batches import LossFunction
 from equipoise.correction.coefficient import Coefficient, Weight
@@ -24,6 +26,7 @@ class Applied(NamedTuple):
     deviation: Tensor  # g_old - g̃, zero at weights that are not corrected
     delta: Tensor | None = None  # None if w is 0
     weight: Tensor | None = None  # the mean of w
+    growth: Tensor | None = None  # scaled delta of all weights, if growth looks at the corrected gradient
 
 
 class CorrectedStep:
@@ -45,38 +48,80 @@ class CorrectedStep:
         random = mode.random() or RandomState(runner.device)
         old = mode.old(lambda: runner.old_gradient(loss_fn, batch, self._vector), index)
         random.restore()  # both passes draw the same dropout masks
-        loss, new = self._batch_gradient(loss_fn, batch, scale)
+        before = runner.gradients.read_or_none(self._vector)
+        loss = runner.backward(loss_fn, batch, scale)
+        new = self._batch_gradient(before, scale)
         if old is None:
             (mean_loss,) = runner.all_reduce_mean(loss)
             mode.end_step(new, None, index)
             return mean_loss
-        applied = self._correct(new, old, scale, weight)
-        mean_loss = self._all_reduce_and_learn(loss, new, old, applied)
-        mode.end_step(new, applied.delta, index)
-        if old.loss is not None and self._coefficient.needs_losses and not mode.full_pass:
-            self.loss_pairs.append((loss, old.loss))
+        applied = self._correction_of(new, old, scale, weight)
+        self._add(applied, scale)
+        mean_loss, *means = runner.all_reduce_mean(loss, *self._observed(new, old, applied))
+        self._learn(means, old, applied)
+        self._end(loss, new, old, applied, index)
         return mean_loss
+
+    def correct(
+        self,
+        loss_fn: LossFunction,
+        batch: Batch,
+        scale: float,
+        index: int | None,
+        weight: Weight,
+        accumulated: Accumulated,
+        loss: Tensor | None,
+    ) -> None:
+        """Correct the gradient that a backward pass of the caller has added to `.grad`.
+
+        The caller, or DistributedDataParallel for it, averages the batch gradient over the processes: only the
+        correction is averaged here.
+        """
+        runner, mode = self._runner, self._mode
+        mode.check(batch)
+        accumulated.stop()
+        after = RandomState(runner.device)
+        if accumulated.random is not None:
+            accumulated.random.restore()
+        if loss is None and self._compares_losses:
+            loss = runner.live_loss(loss_fn, batch)
+        old = mode.old(lambda: runner.old_gradient(loss_fn, batch, self._vector), index)
+        accumulated.check_random(after)
+        after.restore()
+        new = self._batch_gradient(accumulated.before(self._vector), scale)
+        if old is None:
+            mode.end_step(new, None, index)
+            return
+        applied = self._correction_of(new, old, scale, weight)
+        means = runner.world.all_reduce_mean(self._observed(new, old, applied))
+        if applied.delta is not None:
+            applied = applied._replace(delta=means[1])
+        self._add(applied, scale)
+        self._learn(means, old, applied)
+        self._end(loss, new, old, applied, index)
 
     @property
     def _vector(self) -> ActiveVector:
         assert self._mode.vector is not None
         return self._mode.vector
 
-    def _batch_gradient(self, loss_fn: LossFunction, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
-        """Run the batch at the live weights; return its loss and its unscaled gradient alone."""
-        gradients, vector = self._runner.gradients, self._vector
-        before = None if gradients.is_empty(vector.parameters) else gradients.read(vector)
-        loss = self._runner.backward(loss_fn, batch, scale)
-        new = gradients.read(vector)
+    @property
+    def _compares_losses(self) -> bool:
+        """Whether the coefficient needs the losses of the steps, because no full pass compares losses."""
+        return self._coefficient.needs_losses and not self._mode.full_pass
+
+    def _batch_gradient(self, before: Tensor | None, scale: float) -> Tensor:
+        """Return the unscaled gradient of the batch alone, given what was accumulated before it."""
+        new = self._runner.gradients.read(self._vector)
         if before is not None:
             new -= before
         if scale != 1:
             new /= scale
-        return loss, new
+        return new
 
     @torch.no_grad()
-    def _correct(self, new: Tensor, old: OldGradient, scale: float, weight: Weight) -> Applied:
-        """Add -w·(g_old - g̃) at the weights that were active at the snapshot and are active now."""
+    def _correction_of(self, new: Tensor, old: OldGradient, scale: float, weight: Weight) -> Applied:
+        """Return -w·(g_old - g̃), zero at weights that were inactive at the snapshot or are inactive now."""
         vector = self._vector
         deviation = old.gradient - old.reference
         everywhere = deviation.clone() if self._growth_is_next else None
@@ -89,11 +134,17 @@ class CorrectedStep:
                 return Applied(deviation)
             weight = torch.full((), weight, dtype=new.dtype, device=new.device)  # does not wait for a GPU
         weight = vector.spread(weight) if weight.dim() else weight
-        delta = deviation * -weight
-        self._runner.gradients.add(vector, delta if scale == 1 else delta * scale)
-        if everywhere is not None and self._runner.topology is not None:
-            self._runner.topology.growth.add(vector.parameters, vector.unpack(everywhere.mul_(-weight * scale)))
-        return Applied(deviation, delta, weight.mean())
+        growth = None if everywhere is None else everywhere.mul_(-weight * scale)
+        return Applied(deviation, deviation * -weight, weight.mean(), growth)
+
+    @torch.no_grad()
+    def _add(self, applied: Applied, scale: float) -> None:
+        """Add the correction to the accumulated gradients, and to those that growth looks at."""
+        vector, delta, growth = self._vector, applied.delta, applied.growth
+        if delta is not None:
+            self._runner.gradients.add(vector, delta if scale == 1 else delta * scale)
+        if growth is not None and self._runner.topology is not None:
+            self._runner.topology.growth.add(vector.parameters, vector.unpack(growth))
 
     @property
     def _growth_is_next(self) -> bool:
@@ -101,16 +152,22 @@ class CorrectedStep:
         topology = self._runner.topology
         return topology is not None and topology.growth.corrected and topology.update_is_next
 
+    def _observed(self, new: Tensor, old: OldGradient, applied: Applied) -> list[Tensor]:
+        """Return what coefficient and statistics observe of the whole batch."""
+        wanted = [new] if applied.delta is None else [new, applied.delta]
+        return [*wanted, applied.deviation, old.reference] if self._coefficient.needs_gradients else wanted
+
     @torch.no_grad()
-    def _all_reduce_and_learn(self, loss: Tensor, new: Tensor, old: OldGradient, applied: Applied) -> Tensor:
-        """Average gradients and loss over the processes; coefficient and statistics observe the whole batch."""
-        learns = self._coefficient.needs_gradients
-        wanted = [loss, new, applied.delta, *((applied.deviation, old.reference) if learns else ())]
-        means = iter(self._runner.all_reduce_mean(*(tensor for tensor in wanted if tensor is not None)))
-        mean_loss, new = next(means), next(means)
+    def _learn(self, means: Sequence[Tensor], old: OldGradient, applied: Applied) -> None:
+        """Update coefficient and statistics from the means of `_observed` over the processes."""
+        new, *others = means
         if applied.weight is not None:
-            self.statistics.observe(new, next(means), applied.weight, self._vector.made_at)
-        if learns:
-            deviation, reference = means
+            self.statistics.observe(new, others.pop(0), applied.weight, self._vector.made_at)
+        if self._coefficient.needs_gradients:
+            deviation, reference = others
             self._coefficient.observe_gradients(new - reference, deviation, self._vector.sizes, old.noise)
-        return mean_loss
+
+    def _end(self, loss: Tensor | None, new: Tensor, old: OldGradient, applied: Applied, index: int | None) -> None:
+        self._mode.end_step(new, applied.delta, index)
+        if loss is not None and old.loss is not None and self._compares_losses:
+            self.loss_pairs.append((loss.detach(), old.loss))

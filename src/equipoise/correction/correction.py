@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from itertools import chain, islice
 from operator import length_hint
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.correction.accumulated import Accumulated
 from equipoise.correction.batches import Batches, LossFunction, as_tuple
 from equipoise.correction.coefficient import Linear, Weight
 from equipoise.correction.corrected_step import CorrectedStep
@@ -20,10 +22,12 @@ from equipoise.correction.gradients import Gradients
 from equipoise.correction.model_runner import Runner
 from equipoise.correction.modes import MODES, TABLE_TYPES
 from equipoise.correction.probe import Decision, decide
-from equipoise.correction.snapshot import without_trace
+from equipoise.correction.snapshot import RandomState, without_trace
 from equipoise.correction.state import copy_state
 from equipoise.errors import UserError
-from equipoise.topology import Topology
+from equipoise.shards import is_sharded
+from equipoise.topology import Algorithm, Topology
+from equipoise.topology.attach_checks import kind_of
 from equipoise.world import World
 
 
@@ -61,13 +65,17 @@ class Correction:
         world: World | None = None,
         cost: float | None = None,
         gradients: Gradients | None = None,
+        bn_trace: bool = False,
     ) -> None:
+        _check_arguments(estimator, model, topology)
+        _check_whole(model)
         self.estimator = estimator
         self.model = model
         self.topology = Topology.only(model, topology)
         self.total_steps = total_steps
         self.seed = seed
         self.cost = estimator.cost if cost is None else cost
+        self._bn_trace = bn_trace
         world = World.of(model) if world is None else world
         self.runner = Runner(model, self.topology, world, gradients or Gradients())
         self.coefficient = estimator.make_coefficient()
@@ -79,6 +87,8 @@ class Correction:
         self.decision: Decision | None = None
         self._full_pass = FullPass(estimator, self.runner, self.mode, self.coefficient, seed)
         self._step = CorrectedStep(self.runner, self.mode, self.coefficient)
+        self._accumulated = Accumulated(self.runner, self.mode)
+        self._warned: set[str] = set()
         self._training: bool | None = None  # whether the model was in training mode at the last refresh
         self._check()
 
@@ -96,6 +106,14 @@ class Correction:
             # g̃ has all rows, and optimizers for sparse gradients take no dense ones.
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
                 raise UserError(f'"{name}" has sparse gradients, which cannot be corrected; use sparse=False')
+
+    def __repr__(self) -> str:
+        estimator = self.estimator
+        corrects = "corrects" if self.corrects_next_step else "does not correct"
+        counts = f"{self.steps} steps, {self.refreshes} refreshes"
+        return (
+            f"<{type(estimator).__name__}, {estimator.mode}: gamma {estimator.gamma}, {counts}, {corrects} the next>"
+        )
 
     @property
     def passes(self) -> dict[str, int]:
@@ -174,7 +192,7 @@ class Correction:
             self.estimate_cost(total).check(self.device)
         self.mode.start(vector, total if total >= 0 else None)
         if self.mode.full_pass:
-            with without_trace(self.model, self.device):
+            with without_trace(self.model, self.device, self._bn_trace):
                 self._full_pass.run(vector, batches, total, loss_fn, self.refreshes)
             self.mode.end_full_pass()
 
@@ -189,7 +207,7 @@ class Correction:
         """Count a step.
 
         Args:
-            passes: Its forward and backward passes, if an engine ran them without `backward`.
+            passes: Its forward and backward passes, if they ran outside of `backward`.
         """
         self.steps += 1
         self.steps_since_refresh += 1
@@ -210,18 +228,85 @@ class Correction:
             UserError: With `replay`, the batch is not the one that `refresh` was given for this step. Values on a GPU
                 are compared without waiting for it: the next `refresh`, `report` or `state_dict` raises the error.
         """
-        if scale < 1 and self.estimator.mode == "previous":
-            raise UserError(f"scale={scale}: MVR needs the whole batch of a step at once, without micro-batches")
+        _check_whole(self.model)
+        self._begin_step(scale)
         if not self.corrects_next_step:
             loss = self.runner.backward(loss_fn, batch, scale)
             (loss,) = self.runner.all_reduce_mean(loss)
-        elif self._training is not None and self._training != self.model.training:
-            mode = "training" if self._training else "evaluation"
-            raise UserError(f"refresh ran in {mode} mode and this step does not; call model.train() before both")
         else:
+            self._check_training()
             loss = self._step.backward(loss_fn, batch, scale, index, self.weight)
         self.count_step()
         return loss
+
+    def before_forward(self) -> None:
+        """Prepare the forward pass of a loop that calls `correct`, so that both gradients share their dropout masks.
+
+        With `replay` it sets the random number generators to the state of the stored gradient, as `backward` does. A
+        model that draws no random numbers does not need it.
+        """
+        random = self.mode.random() if self.corrects_next_step else None
+        if random is not None:
+            random.restore()
+        self._accumulated.start(random or RandomState(self.device))
+
+    def correct(
+        self,
+        loss_fn: LossFunction,
+        *batch: Any,
+        scale: float = 1.0,
+        index: int | None = None,
+        loss: Tensor | None = None,
+    ) -> None:
+        """Correct the gradient in `.grad` after a backward pass of the caller.
+
+        For loops that call `loss.backward()` themselves, such as those of frameworks:
+
+            correction.before_forward()  # only if the model has dropout
+            loss_fn(model, x, y).backward()
+            correction.correct(loss_fn, x, y)
+
+        The numbers are those of `backward`. Call it after every backward pass, also when accumulating. With
+        DistributedDataParallel the wrapper averages the batch gradient and this method averages the correction.
+
+        Args:
+            loss_fn: Maps the model and the batch to the mean loss, computed as by the caller (autocast included).
+            *batch: The arguments of `loss_fn` after the model.
+            scale: Factor of the loss in the backward pass, as in `backward`.
+            index: Which of the fixed batches this is (SAGA).
+            loss: The mean loss that the caller has computed, without the factor. Only `running` with a loss
+                coefficient needs it, and runs the batch forward if it is not given.
+
+        Raises:
+            UserError: As in `backward`.
+        """
+        self._begin_step(scale)
+        if self.corrects_next_step:
+            self._check_training()
+            self._step.correct(loss_fn, batch, scale, index, self.weight, self._accumulated, loss)
+        self._accumulated.start(None)
+        self.count_step(passes=1)
+
+    def _begin_step(self, scale: float) -> None:
+        """Refuse a wrong step, and warn about one that the user cannot mean."""
+        if self.estimator.corrects and not self.refreshes:
+            self._warn("a step before the first refresh is not corrected; call refresh(batches, loss_fn) first")
+        if self.total_steps and self.steps == self.total_steps:
+            self._warn(
+                f"step {self.steps + 1} is past total_steps={self.total_steps}; attach with the number of steps"
+            )
+        if scale < 1 and self.estimator.mode == "previous":
+            raise UserError(f"scale={scale}: MVR needs the whole batch of a step at once, without micro-batches")
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=4)  # the caller of backward() or correct()
+
+    def _check_training(self) -> None:
+        if self._training is not None and self._training != self.model.training:
+            mode = "training" if self._training else "evaluation"
+            raise UserError(f"refresh ran in {mode} mode and this step does not; call model.train() before both")
 
     # Report and state
 
@@ -273,3 +358,23 @@ class Correction:
         self._step.statistics.load_state_dict(state["statistics"])
         self._step.loss_pairs = [(new, old) for new, old in state["loss_pairs"]]
         self.decision = None if state["decision"] is None else Decision(*state["decision"])
+
+
+def _check_whole(model: nn.Module) -> None:
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise UserError(
+            "a correction keeps old gradients of whole parameters, which fully_shard does not support; "
+            "use DistributedDataParallel"
+        )
+
+
+def _check_arguments(estimator: Estimator, model: object, topology: object) -> None:
+    """Refuse arguments of other kinds, such as swapped ones."""
+    call = f"{type(estimator).__name__}().attach(model, topology)"
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{call}: the model is a {kind_of(model)}")
+    if isinstance(topology, Algorithm):
+        raise UserError(f"{call}: pass what {type(topology).__name__}(...).attach(model, optimizer) returned")
+    if topology is not None and not isinstance(topology, Topology):
+        what = kind_of(topology)
+        raise UserError(f"{call}: the topology is a {what}; leave it out, or pass what RigL().attach() returned")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.correction.active_vector import ActiveVector
-from equipoise.correction.batches import LossFunction
+from equipoise.correction.batches import LossFunction, run_loss
 from equipoise.topology import Topology
 from equipoise.world import World, by_itself
 
@@ -33,7 +33,7 @@ class Gradients:
     def loss(self, loss_fn: LossFunction, model: nn.Module, batch: Batch, at_snapshot: bool = False) -> Tensor:
         """Run forward without gradients at the weights that the model has now."""
         with by_itself(model):
-            return loss_fn(model, *batch).detach()
+            return run_loss(loss_fn, model, batch).detach()
 
     @torch.enable_grad()
     def differentiate(
@@ -46,7 +46,7 @@ class Gradients:
     ) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch and its gradient as an active vector; `.grad` is not changed."""
         with by_itself(model):
-            loss = loss_fn(model, *batch)
+            loss = run_loss(loss_fn, model, batch)
         trained = [p for p in vector.parameters if p.requires_grad]  # some may be frozen since the vector was made
         found = iter(torch.autograd.grad(loss, trained, allow_unused=True))
         gradients = [next(found) if p.requires_grad else None for p in vector.parameters]
@@ -60,7 +60,7 @@ class Gradients:
         The hooks of the topology record the gradients of inactive weights; an engine without hooks calls it instead.
         """
         with by_itself(model, live=True):
-            loss = loss_fn(model, *batch)
+            loss = run_loss(loss_fn, model, batch)
             (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
 
@@ -71,6 +71,10 @@ class Gradients:
     def read(self, vector: ActiveVector) -> Tensor:
         """Return the accumulated gradients as an active vector."""
         return vector.pack_gradients([p.grad for p in vector.parameters])
+
+    def read_or_none(self, vector: ActiveVector) -> Tensor | None:
+        """Like `read`; `None` if nothing was accumulated yet in this step."""
+        return None if self.is_empty(vector.parameters) else self.read(vector)
 
     @torch.no_grad()
     def add(self, vector: ActiveVector, delta: Tensor) -> None:

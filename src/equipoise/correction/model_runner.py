@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from equipoise.correction.active_vector import ActiveVector
 from equipoise.correction.batches import LossFunction
 from equipoise.correction.gradients import Batch, Gradients
-from equipoise.correction.snapshot import Snapshot
+from equipoise.correction.snapshot import Snapshot, without_trace
 from equipoise.topology import Topology
 from equipoise.world import World
 
@@ -47,6 +47,12 @@ class Runner:
         self.passes["forward"] += 1
         with self.snapshot.at():
             return self.gradients.loss(loss_fn, self.model, batch, at_snapshot=True)
+
+    def live_loss(self, loss_fn: LossFunction, batch: Batch) -> Tensor:
+        """Run forward at the live weights, without a trace in buffers and random number generators."""
+        self.passes["forward"] += 1
+        with without_trace(self.model, self.device):
+            return self.gradients.loss(loss_fn, self.model, batch)
 
     def gradient(self, loss_fn: LossFunction, batch: Batch, vector: ActiveVector) -> tuple[Tensor, Tensor]:
         """Return loss and gradient at the live weights; accumulated gradients are not changed."""

@@ -1,4 +1,4 @@
-"""Export a network to a packed file, ONNX or a plain state_dict."""
+"""Export a network to a packed file, C source, ONNX or a plain state_dict."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from equipoise.catalogue import Catalogue
 from equipoise.deploy import onnx_model
 from equipoise.deploy.blueprint import Network
+from equipoise.deploy.c_source import VALUE_TYPES, write_c
 from equipoise.deploy.coding import VALUES
 from equipoise.deploy.fold import fold
 from equipoise.deploy.packed_file import write_packed, written
@@ -34,11 +35,12 @@ def write_state_dict(network: Network, path: Path) -> None:
 
 
 FORMATS: Catalogue[Callable[..., None]] = Catalogue(
-    "format", {"packed": write_packed, "onnx": write_onnx, "state_dict": write_state_dict}
+    "format", {"packed": write_packed, "c": write_c, "onnx": write_onnx, "state_dict": write_state_dict}
 )
+VALUES_OF = {"packed": tuple(VALUES), "c": tuple(VALUE_TYPES)}  # formats that store more than float32
 
 
-SUFFIXES = {".safetensors": ("packed", "state_dict"), ".onnx": ("onnx",)}
+SUFFIXES = {".safetensors": ("packed", "state_dict"), ".onnx": ("onnx",), ".c": ("c",)}
 """The formats that files of a suffix have; the first is the default."""
 
 
@@ -67,8 +69,8 @@ def export(network: Network, path: Path, form: str = "packed", values: str = "fl
     Args:
         network: The network.
         path: The file.
-        form: `packed`, `onnx` or `state_dict`.
-        values: Type of packed weights: `float32`, `bf16` or `int8`.
+        form: `packed`, `c`, `onnx` or `state_dict`.
+        values: Type of the weights: `float32`; `int8` for packed files and C source; `bf16` for packed files.
         force: Whether to overwrite an existing file.
 
     Raises:
@@ -76,7 +78,7 @@ def export(network: Network, path: Path, form: str = "packed", values: str = "fl
     """
     check_request(path, form, values, force=force)
     with written(path) as temporary:
-        FORMATS[form](network, temporary, *([values] if form == "packed" else []))
+        FORMATS[form](network, temporary, *([values] if form in VALUES_OF else []))
 
 
 def check_request(
@@ -84,8 +86,8 @@ def check_request(
 ) -> None:
     """Raise a `UserError` for a request that cannot be fulfilled, before any work is done for it."""
     FORMATS[form], VALUES[values]
-    if form != "packed" and values != "float32":
-        raise UserError(f"{form} stores float32; only the packed format has {values} values")
+    if values not in (stored := VALUES_OF.get(form, ("float32",))):
+        raise UserError(f"{form} stores {' or '.join(stored)}; only the packed format has {values} values")
     if form == "onnx":
         onnx_model.check_installed()
     check_weights(weights)

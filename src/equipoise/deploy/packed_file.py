@@ -58,11 +58,13 @@ class Unpacked:
     Args:
         blueprint: Description of the model.
         model: The dense model in eval mode, with its norms folded.
+        folded: Names of folded norms, and of the layers they were folded into.
         stored: Values and scales in the file.
     """
 
     blueprint: Blueprint
     model: nn.Module
+    folded: Mapping[str, str]
     stored: int
 
 
@@ -201,7 +203,7 @@ def _unpack(header: Header, tensors: Mapping[str, Tensor]) -> Unpacked:
         if "/" not in key and (tensor.dtype is not torch.float32 or not tensor.isfinite().all()):
             raise UserError(f'"{key}" is {tensor.dtype}; biases and norms are finite float32')
     weights = decode_all(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
-    return Unpacked(blueprint, blueprint.fill(model, weights), stored_values(tensors))
+    return Unpacked(blueprint, blueprint.fill(model, weights), header.folded, stored_values(tensors))
 
 
 def stored_values(tensors: Mapping[str, Tensor]) -> int:

@@ -17,24 +17,25 @@ from equipoise.training.run_folder import RunFolder
 from equipoise.training.trainer import Trainer
 
 AGENT = ["topology=set", "correction=agent", "correction.mode=replay"]
-ARMS: dict[str, tuple[str, list[str]]] = {  # the folder of each arm, and its overrides
+ARMS: dict[str, tuple[str, list[str]]] = {  # the folder of each arm, and its overlays and overrides
     "dense": ("dense", ["topology=dense"]),
     "static": ("static", ["topology=static"]),
     "SET": ("set", ["topology=set"]),
     "RigL": ("rigl", ["topology=rigl"]),
     "SET + AGENT": ("set-agent", AGENT),
     "SET + AGENT c*": ("set-agent-c", [*AGENT, "correction.coefficient=gradient", "correction.gamma=1"]),
+    "fast": ("fast", ["fast"]),
 }
 
 
 def run_demo(out: Path, console: Console, epochs: int) -> None:
     """Train every arm in a folder of `out`, print a table and draw the curves to demo.png."""
     torch.set_num_threads(1)  # the network is too small to gain from more
-    raw = {**read_recipe("digits"), "epochs": epochs}
     histories, rows = {}, []
-    for name, (folder, overrides) in ARMS.items():
+    for name, (folder, words) in ARMS.items():
         console.print(f"training {name} ...")
-        own = apply_overrides(raw, overrides)
+        raw = read_recipe("digits", *[word for word in words if "=" not in word])
+        own = apply_overrides(raw, [f"epochs={epochs}", *[word for word in words if "=" in word]])
         trainer = Trainer(make_recipe(own), RunFolder.create(out / folder, own))
         trainer.run()
         histories[name] = trainer.history

@@ -13,7 +13,7 @@ from typing import Any
 from equipoise.catalogue import suggestion
 from equipoise.config import build, call, parse_yaml
 from equipoise.errors import UserError
-from equipoise.scores import SCORES
+from equipoise.scores import ALL_SCORES
 from equipoise.studies.metrics import BY_EPOCH, MEASURED, METRICS, SHARES, WINDOW
 from equipoise.studies.results import VERSION, Claim, PaperValue, Question, slug
 from equipoise.studies.robust import JUDGES
@@ -92,12 +92,12 @@ class Design:
         for arm in arms:
             if arm not in self.every_arm:
                 raise UserError(f'no arm is called "{arm}"{suggestion(arm, list(self.every_arm))}')
-        if asked.score not in SCORES:
-            raise UserError(f'no score is called "{asked.score}"{suggestion(asked.score, list(SCORES))}')
+        if asked.score not in ALL_SCORES:
+            raise UserError(f'no score is called "{asked.score}"{suggestion(asked.score, list(ALL_SCORES))}')
         if at is not None and metric not in BY_EPOCH:
             raise UserError(f"{metric} at epoch {at}: `at` needs a metric of single epochs: {', '.join(BY_EPOCH)}")
-        if metric == "stability" and at is not None and at < WINDOW:
-            raise UserError(f"stability at epoch {at}: it needs {WINDOW} epochs")
+        if metric in ("stability", "window-accuracy") and at is not None and at < WINDOW:
+            raise UserError(f"{metric} at epoch {at}: it needs {WINDOW} epochs")
         if metric == "epochs-to" and not 0 < (threshold or 0) <= 1:
             raise UserError(f"epochs-to needs a threshold between 0 and 1, such as 0.7, not {threshold}")
         if metric != "epochs-to" and threshold is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from equipoise.catalogue import Catalogue
 from equipoise.topology.algorithm import Algorithm, Dynamic
 from equipoise.topology.bsr import BSRNet
+from equipoise.topology.fast import fast
 from equipoise.topology.gmp import GMP
 from equipoise.topology.granet import GraNet
 from equipoise.topology.mest import MEST
+from equipoise.topology.pattern import PATTERNS
 from equipoise.topology.rigl import RigL
 from equipoise.topology.set import SET
 from equipoise.topology.snfs import SNFS
@@ -35,6 +37,7 @@ __all__ = [
     "ALGORITHMS",
     "GMP",
     "MEST",
+    "PATTERNS",
     "SET",
     "SNFS",
     "Algorithm",
@@ -45,4 +48,5 @@ __all__ = [
     "RigL",
     "Static",
     "Topology",
+    "fast",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -34,10 +35,18 @@ class BSRNet(Algorithm):
     noise: float = 1e-6
     rewire_every: int = 1
 
+    global_budget: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise < 0:
             raise UserError(f"noise={self.noise}: a standard deviation must not be negative")
+        if self.min_fan_in:
+            raise UserError(
+                f"min_fan_in={self.min_fan_in}: BSR-Net chooses weights across layers and keeps no minimum"
+            )
+        if self.pattern:
+            raise UserError(f'pattern="{self.pattern}": BSR-Net draws single weights; use rigl, set or granet')
         if self.rewire_every < 1:
             raise UserError(f"rewire_every={self.rewire_every}: rewirings must be at least 1 step apart")
 

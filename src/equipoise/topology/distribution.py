@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from equipoise.catalogue import Catalogue
@@ -39,14 +40,15 @@ def active_counts(
     """Return the number of active weights of every layer.
 
     Args:
-        distribution: A rule (`uniform`, `er`, `erk`), `bsr`, or explicit densities: a mapping from name patterns, of
-            which the first match counts, or a sequence in layer order. `bsr` takes BSR-Net's initial densities from
-            the model and distributes the rest of the budget over the layers in proportion to their size, as
+        distribution: A rule (`uniform`, `er`, `erk`), `nonzeros`, `bsr`, or explicit densities: a mapping from name
+            patterns, of which the first match counts, or a sequence in layer order. `nonzeros` counts the weights of
+            the model that are not zero, for a model that is already pruned. `bsr` takes BSR-Net's initial densities
+            from the model and distributes the rest of the budget over the layers in proportion to their size, as
             BSR-Net's first rewiring does in expectation.
         shapes: Shapes of the sparse weights, by name.
         density: Fraction of all weights that is active; the counts of a rule sum to exactly this fraction, rounded
-            to a whole weight. Explicit densities ignore it.
-        model: The model; only `bsr` needs it.
+            to a whole weight. Explicit densities and `nonzeros` ignore it.
+        model: The model; only `bsr` and `nonzeros` need it.
 
     Raises:
         UserError: If the distribution does not fit the layers.
@@ -54,6 +56,8 @@ def active_counts(
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     if not isinstance(distribution, str):
         return {name: round(d * sizes[name]) for name, d in _explicit(distribution, list(shapes)).items()}
+    if distribution == "nonzeros":
+        return _nonzeros(model, sizes)
     budget = round(density * sum(sizes.values()))
     if distribution == "bsr":
         return whole_counts(_bsr(model, sizes, density, budget), sizes, budget)
@@ -123,6 +127,17 @@ def _checked(densities: dict[str, float]) -> dict[str, float]:
         if not 0 <= density <= 1:
             raise UserError(f'density {density} of "{name}" must be between 0 and 1')
     return densities
+
+
+def _nonzeros(model: nn.Module | None, sizes: Mapping[str, int]) -> dict[str, int]:
+    if model is None:
+        raise UserError('distribution "nonzeros" needs the model whose weights are counted')
+    counts = {name: int(torch.count_nonzero(model.get_parameter(name))) for name in sizes}
+    if counts == dict(sizes):
+        raise UserError(
+            'distribution "nonzeros": none of the chosen weights is zero; load the pruned weights before attaching'
+        )
+    return counts
 
 
 def _bsr(model: nn.Module | None, sizes: Mapping[str, int], density: float, budget: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ class GraNet(GMP):
     pruned towards its count in the distribution; the original compares magnitudes across layers.
     """
 
-    initial_sparsity: float = 0.5
+    initial_sparsity: float | Literal["auto"] = 0.5
     drop_fraction: float = 0.5
 
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "at updates"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from equipoise.storage.masked import MaskedWeight
-from equipoise.topology.optimizer_state import overflowed
+from equipoise.topology.optimizer_state import is_dry, overflowed
 
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology
@@ -20,6 +21,7 @@ class Hooks:
     """Calls a topology after backward passes, before and after optimizer steps. Nothing is patched.
 
     A step that a GradScaler skips is not counted. It calls a fused optimizer nevertheless, which then changes nothing.
+    Neither is the step with which torch.distributed.checkpoint creates the state of an optimizer.
 
     Args:
         topology: The topology; its optimizer and its weights get the hooks.
@@ -27,6 +29,7 @@ class Hooks:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
+        self._dry = False
         optimizer = topology.optimizer
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -49,7 +52,8 @@ class Hooks:
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Prepare the gradients, or wrap the closure so that each of its calls ends with this preparation."""
-        if overflowed(self._topology.optimizer):
+        self._dry = is_dry(self._topology.optimizer, self._topology.world)
+        if self._dry or overflowed(self._topology.optimizer):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -64,9 +68,18 @@ class Hooks:
         return loss
 
     def _after_step(self, *_: Any) -> None:
-        if not overflowed(self._topology.optimizer):
-            self._topology.after_step()
-            self._topology.count_step()
+        topology = self._topology
+        if self._dry or overflowed(topology.optimizer):
+            return
+        topology.after_step()
+        topology.count_step()
+        topology.pruned.warn(stacklevel=3)  # the caller of optimizer.step()
+        if topology.window is not None and topology.steps == topology.window.total + 1:
+            warnings.warn(
+                f"step {topology.steps} is past total_steps={topology.window.total}, and the topology no longer "
+                "changes; attach with the number of steps of the whole training",
+                stacklevel=3,
+            )
 
 
 @torch.no_grad()

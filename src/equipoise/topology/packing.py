@@ -16,7 +16,7 @@ from equipoise.storage.packed_modules import PackedLayer, is_packable
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.distribution import active_counts
-from equipoise.topology.initial import plan_layers
+from equipoise.topology.initial import plan_layers, warn_about_lost
 
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology
@@ -50,6 +50,7 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
         return pack_masks(model, what)
     if isinstance(what, Algorithm):
         plan = plan_layers(what, model)  # before the copy: a model that is refused may not be copyable
+        warn_about_lost(what, plan, stacklevel=2)
         model = copy.deepcopy(model)
         for planned in plan:
             mask = torch.zeros(planned.weight.numel(), dtype=torch.bool).index_fill_(0, planned.active, True)
@@ -83,7 +84,9 @@ def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[SparseWeight]
         return []
     if getattr(algorithm, "growth", "batch") == "corrected":
         raise UserError('growth="corrected" needs old gradients of inactive weights: use masked storage')
-    if any(module.final is None for module in modules.values()):
+    if algorithm.distribution == "nonzeros":
+        counts = {name: module.values.numel() for name, module in modules.items()}
+    elif any(module.final is None for module in modules.values()):
         shapes = {name: module.weight_shape for name, module in modules.items()}
         counts = active_counts(algorithm.distribution, shapes, 1 - algorithm.sparsity, model)
     else:

@@ -7,6 +7,7 @@ writes for connections that are not missing go to an element that belongs to no 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -116,6 +117,12 @@ class Rewiring(ABC):
     def _draw(self) -> Tensor:
         return torch.randint(2**62, (2, self.budget), generator=self.generator, device=self._bounds.device)
 
+    def _random_bits(self, like: Tensor) -> Tensor:
+        """15 random bits for each element; a GPU draws them in a quarter of the time of normal numbers."""
+        pairs = torch.empty(-(-like.numel() // 2), dtype=torch.int32, device=like.device)
+        pairs.random_(generator=self.generator)  # 31 bits, the sign bit is not random
+        return pairs.view(torch.int16)[: like.numel()].view(like.shape)
+
 
 class MaskedRewiring(Rewiring):
     """Rewiring of masked weights.
@@ -179,18 +186,13 @@ class MaskedRewiring(Rewiring):
         scale = rate * self._noise
         if self._flat is not None:
             masked = self._layers[0].masked
-            noise = self._normal(masked.tensor)
-            self._cross(masked.tensor.data, masked.activity, self._signs, noise, scale, drop)
+            bits = self._random_bits(masked.tensor) if self._noise else None
+            self._cross(masked.tensor.data, masked.activity, self._signs, bits, scale, drop)
             return
         for layer in self._layers:
             if layer.parameter.requires_grad:
-                weight, noise = layer.parameter.detach(), self._normal(layer.parameter)
-                self._cross(weight, layer.activity, layer.memory, noise, scale, drop)
-
-    def _normal(self, like: Tensor) -> Tensor | None:
-        if not self._noise:
-            return None
-        return torch.randn(like.shape, generator=self.generator, device=like.device, dtype=like.dtype)
+                bits = self._random_bits(layer.parameter) if self._noise else None
+                self._cross(layer.parameter.detach(), layer.activity, layer.memory, bits, scale, drop)
 
     @torch.no_grad()
     def refill(self) -> None:
@@ -266,7 +268,7 @@ class PackedRewiring(Rewiring):
             crossed = torch.zeros(layer.active, dtype=torch.bool)
             if layer.parameter.requires_grad:
                 if self._noise:
-                    values += torch.randn(values.shape, generator=self.generator) * (rate * self._noise)
+                    values += normal(self._random_bits(values)).to(values.dtype) * (rate * self._noise)
                 crossed = values * self._signs(layer, layer.index) <= 0
                 values.masked_fill_(crossed, 0)
             self._crossed.append(crossed)
@@ -298,7 +300,7 @@ def cross(
     weights: Tensor,
     activity: Tensor,
     signs: Tensor,
-    noise: Tensor | None,
+    bits: Tensor | None,
     scale: float | Tensor,
     drop: bool,
 ) -> None:
@@ -308,17 +310,22 @@ def cross(
         weights: The weights.
         activity: `ACTIVE`, `DROPPED` or `NEVER` for each weight; changed if `drop`.
         signs: Sign of each weight; 0 marks elements that are not sparse.
-        noise: Standard normal noise, or `None`.
-        scale: Factor of the noise.
+        bits: 15 random bits for each weight, from which normal noise is made; `None` for no noise.
+        scale: Standard deviation of the noise.
         drop: Whether weights that have crossed zero become inactive.
     """
     active = activity == ACTIVE
     own = active & (signs != 0)
-    new = weights if noise is None else torch.where(own, weights + noise * scale, weights)
+    new = weights if bits is None else torch.where(own, weights + normal(bits).to(weights.dtype) * scale, weights)
     crossed = own & (new * signs <= 0)
     weights.copy_(torch.where(active & ~crossed, new, 0))
     if drop:
         activity.copy_(torch.where(crossed, DROPPED, activity))
+
+
+def normal(bits: Tensor) -> Tensor:
+    """Turn the low 15 bits of integers into standard normal numbers: quantiles of 32,768 intervals."""
+    return math.sqrt(2) * torch.erfinv(((bits & 0x7FFF).float() + 0.5) / 2**14 - 1)
 
 
 def count_inactive(activity: Tensor) -> Tensor:

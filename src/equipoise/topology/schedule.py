@@ -31,6 +31,11 @@ def decay(kind: Decay, start: float, end: float, progress: float) -> float:
     raise UserError(f'no decay is called "{kind}"; choose from constant, linear, cosine')
 
 
+def interval(every: float, total: int) -> int:
+    """Return the steps between updates; `every` is this number, or a fraction of the training if below 1."""
+    return int(every) if every >= 1 else max(1, round(every * total))
+
+
 @dataclass(frozen=True)
 class Window:
     """The update steps of a training.

@@ -33,6 +33,9 @@ class SET(Dynamic):
         super().__post_init__()
         if self.criterion not in ("magnitude", "signed"):
             raise UserError(f'criterion="{self.criterion}": expected "magnitude" or "signed"')
+        for name in ("min_fan_in", "pattern"):
+            if self.criterion == "signed" and getattr(self, name):
+                raise UserError(f'{name}={getattr(self, name)}: only with criterion="magnitude"')
 
     def drop(self, layer: SparseWeight, count: int) -> Tensor:
         if self.criterion == "magnitude" or count == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from equipoise.topology.algorithm import Algorithm
 
@@ -10,6 +11,15 @@ from equipoise.topology.algorithm import Algorithm
 @dataclass(frozen=True, kw_only=True)
 class Static(Algorithm):
     """A random mask that stays fixed during training."""
+
+    @classmethod
+    def from_nonzeros(cls, **options: Any) -> Self:
+        """Return the topology of a pruned model: its zeros stay zero, to fine-tune the other weights.
+
+        Args:
+            **options: Fields of the algorithm, such as `exclude`.
+        """
+        return cls(**{"distribution": "nonzeros", **options})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,11 +15,15 @@ from equipoise.data import FolderLoader, Images, Splits
 from equipoise.errors import UserError
 from equipoise.models import MODELS, Normalize
 from equipoise.training.loaders import AnyLoader
+from equipoise.training.pretrained import load_weights
 from equipoise.training.recipe import MODEL_OPTIONS_OF_DATA, Recipe
 
 
 def make_model(recipe: Recipe, splits: Splits) -> nn.Module:
-    """The model for the classes, channels and image size of the data, normalising with the data's statistics."""
+    """The model for the classes, channels and image size of the data, normalising with the data's statistics.
+
+    It has the pretrained weights of the recipe, if there are any.
+    """
     size = splits.train.images.shape[-1] if isinstance(splits.train, Images) else None
     try:
         model = MODELS[recipe.model](
@@ -37,6 +42,8 @@ def make_model(recipe: Recipe, splits: Splits) -> nn.Module:
                 "pixels in [0, 1]; data.normalize=false says that this is intended",
                 stacklevel=2,
             )
+    if recipe.weights is not None:
+        load_weights(model, Path(recipe.weights))
     return model
 
 

@@ -28,11 +28,12 @@ from equipoise.config import (
 from equipoise.correction import CORRECTIONS, Estimator
 from equipoise.data import DATASETS, Augment
 from equipoise.errors import UserError
+from equipoise.lr_schedule import SCHEDULES, Schedule
 from equipoise.models import MODELS
 from equipoise.objectives import OBJECTIVES, Objective
 from equipoise.topology import ALGORITHMS, Algorithm, Dynamic
-from equipoise.training.lr_schedule import SCHEDULES, Schedule
 from equipoise.training.optimizers import OPTIMIZERS, OptimizerOptions
+from equipoise.training.published import PublishedOptions
 from equipoise.training.rollback import RollbackOptions
 
 CATALOGUES: dict[str, Catalogue[Any]] = {
@@ -150,11 +151,13 @@ class Recipe:
         ema: Decay of the exponential moving average of the weights; 0 for none.
         bn_recalibration_batches: Training batches from which BatchNorm statistics are recomputed at evaluation.
         full_pass: In adversarial training, the images of the full gradient g̃: `clean` as in the paper, or
-            `adversarial`, attacked at the snapshot. Without this key the correction is `running`, which needs no
-            full pass.
+            `adversarial`, attacked at the snapshot.
         clip: Largest gradient norm; 0 for no clipping.
+        weights: File of pretrained weights: a state_dict (`.pt`, `.safetensors`) or an exported network. Reading it
+            executes no code. With the topology `{name: static, distribution: nonzeros}` its zeros stay zero.
         checkpoint: When checkpoints are written and how many are kept.
         rollback: What happens if a loss or gradient is not finite.
+        as_published: What only the published code of AGENT does, for comparisons with it.
         raw: The mapping that the recipe was made from. It is saved in the run folder.
     """
 
@@ -177,8 +180,10 @@ class Recipe:
     bn_recalibration_batches: int = 32
     full_pass: Literal["clean", "adversarial"] = "clean"
     clip: float = 0.0
+    weights: str | None = None
     checkpoint: CheckpointOptions = CheckpointOptions()
     rollback: RollbackOptions = field(default_factory=RollbackOptions)
+    as_published: PublishedOptions = field(default_factory=PublishedOptions)
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -192,6 +197,22 @@ class Recipe:
             raise UserError(f"clip={self.clip}: the largest gradient norm, 0 for no clipping")
         if self.objective.attack_passes and self.correction.corrects and self.correction.mode == "replay":
             raise UserError("replay needs batches that are known ahead, and attacked ones are not; use mode=running")
+        self._check_published()
+
+    def _check_published(self) -> None:
+        published, correction = self.as_published, self.correction
+        full_pass = correction.corrects and correction.mode in ("recompute", "replay")
+        if (published.raw_full_pass or published.bn_trace) and not full_pass:
+            raise UserError("as_published: raw_full_pass and bn_trace need a full pass; use correction=agent")
+        if published.raw_full_pass and (correction.mode != "recompute" or correction.when != "always"):
+            raise UserError("as_published.raw_full_pass needs correction.mode=recompute and correction.when=always")
+        if published.raw_full_pass and self.full_pass != "clean":
+            raise UserError("as_published.raw_full_pass is on images that are not attacked; use full_pass=clean")
+
+    @property
+    def loss_passes(self) -> int:
+        """Number of forward passes over the batch in a step, each followed by a backward pass."""
+        return self.objective.loss_passes + (self.as_published.raw_gradient > 0)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -215,6 +236,9 @@ MAY_CHANGE = (
     "storage",  # checkpoints are converted
     "data.root",
     "data.workers",
+    # the start, which a checkpoint replaces; the file may have moved
+    "topology.initial_mask",
+    "weights",
     # what is written and scored, which has no effect on the training
     "checkpoint",
     "data.test_batch",
@@ -318,21 +342,27 @@ def code_in(raw: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of the form `package.module:attribute` in a recipe, by part."""
     values = {part: raw.get(part) for part in CATALOGUES}
     named = {part: value.get("name") if isinstance(value, Mapping) else value for part, value in values.items()}
-    names = {part: str(name).removesuffix("-itop") for part, name in named.items()}
+    names = {part: without_suffix(str(name))[0] for part, name in named.items()}
     return {part: name for part, name in names.items() if names_code(name)}
 
 
 def _topology(value: Any, seed: int) -> Algorithm:
-    """Build an algorithm by name; the suffix `-itop` puts it on ITOP's schedule."""
+    """Build an algorithm by name; the suffixes `-itop` and `-fast` change its defaults."""
     name, options = split(value, "topology")
-    base = name.removesuffix("-itop")
+    base, suffix = without_suffix(name)
     cls = ALGORITHMS[base]
     options = {"seed": seed, **options}
-    if name == base:
+    if not suffix:
         return build(cls, options, "topology")
     if not issubclass(cls, Dynamic):
         raise UserError(f'topology: "{base}" never changes, so there is no "{name}"')
-    return call(cls.itop, checked(cls, options, "topology"), "topology")
+    return call(cls.itop if suffix == "itop" else cls.fast, checked(cls, options, "topology"), "topology")
+
+
+def without_suffix(name: str) -> tuple[str, str]:
+    """Split the name of a topology, such as `rigl-itop`, into algorithm and suffix."""
+    base, _, suffix = name.rpartition("-")
+    return (base, suffix) if suffix in ("itop", "fast") else (name, "")
 
 
 def _refuse_old_names(raw: Mapping[str, Any], where: str) -> None:
@@ -350,7 +380,7 @@ def read_recipe(*sources: str) -> dict[str, Any]:
     """Read recipes and merge them; later ones override earlier ones, see `lay_over`.
 
     Args:
-        sources: Files, or names of packaged recipes. A recipe may name another one as its `base`.
+        sources: Files, or names of packaged recipes. A recipe may name another one, or a list of them, as its `base`.
     """
     result: dict[str, Any] = {}
     for source in sources:
@@ -360,31 +390,34 @@ def read_recipe(*sources: str) -> dict[str, Any]:
 
 def _read_with_base(source: str, seen: list[str]) -> dict[str, Any]:
     raw = _read_one(source)
-    if "base" not in raw:
-        return raw
-    base = raw.pop("base")
-    if not isinstance(base, str):
-        raise UserError(f"{source}: base is the name or the file of another recipe")
-    if _is_file_name(base):
-        base = os.path.normpath(Path(source).parent / base)
-    if base in seen:
-        raise UserError(f"{source}: its base leads back to itself")
-    return lay_over(_read_with_base(base, [*seen, source, base]), raw)
+    bases = raw.pop("base", [])
+    result: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else [None]:
+        if not isinstance(base, str):
+            raise UserError(f"{source}: base is the name or the file of another recipe, or a list of them")
+        if _is_file_name(base):
+            base = os.path.normpath(Path(source).parent / base)
+        if base in seen:
+            raise UserError(f"{source}: its base leads back to itself")
+        result = lay_over(result, _read_with_base(base, [*seen, source, base]))
+    return lay_over(result, raw) if bases else raw
 
 
 def lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two recipes.
 
     A part of `over` with the same name as in `base`, or without a name, adds its options; a part with another name
-    replaces the one in `base`.
+    replaces the one in `base`, of which it keeps the options that it lists under `keep`.
     """
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
         old = {"name": old} if isinstance(old, str) and key in DEFAULT_NAMES else old
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            name = old.get("name")
-            value = {**old, **value} if value.get("name", name) == name else value
+        if isinstance(value, Mapping):
+            value, old = dict(value), old if isinstance(old, Mapping) else {}
+            kept = value.pop("keep", ()) if key in DEFAULT_NAMES else ()
+            renamed = value.get("name", old.get("name")) != old.get("name")
+            value = {**{option: old[option] for option in old if not renamed or option in kept}, **value}
         result[key] = value
     return result
 
@@ -459,6 +492,6 @@ def _renamed(part: str, old: Any, name: str) -> Any:
         return name
     known = set(old)
     if part in CATALOGUES:
-        base = name.removesuffix("-itop") if part == "topology" else name
+        base = without_suffix(name)[0] if part == "topology" else name
         known = {*parameters_of(CATALOGUES[part][base]), *(parameters_of(DataOptions) if part == "data" else ())}
     return {**{key: item for key, item in old.items() if key in known}, "name": name}

@@ -17,6 +17,7 @@ from equipoise.catalogue import Catalogue
 from equipoise.config import EXPECTED, hints_of, parameters_of
 from equipoise.correction import COEFFICIENTS
 from equipoise.data import Augment
+from equipoise.training.published import PublishedOptions
 from equipoise.training.recipe import (
     CATALOGUES,
     DEFAULT_NAMES,
@@ -25,6 +26,7 @@ from equipoise.training.recipe import (
     CheckpointOptions,
     DataOptions,
     Recipe,
+    without_suffix,
 )
 from equipoise.training.rollback import RollbackOptions
 
@@ -63,19 +65,19 @@ def options_of(factory: Callable[..., Any]) -> list[Option]:
 def entry_options(group: str, name: str) -> list[Option]:
     """Return the options of a name in the catalogue of a group, such as `models`; none if there is no catalogue.
 
-    The name of a topology may have the suffix `-itop`, which gives it the defaults of ITOP's schedule.
+    The name of a topology may have a suffix that changes its defaults, such as `-itop`.
     """
     catalogue = next((each for each in CATALOGUES.values() if each.group == group), None)
     if catalogue is None:
         return []
-    base = name.removesuffix("-itop") if catalogue is CATALOGUES["topology"] else name
+    base, suffix = without_suffix(name) if catalogue is CATALOGUES["topology"] else (name, "")
     options = options_of(catalogue[base])
     if catalogue is CATALOGUES["data"]:
         return [*(option for option in options_of(DataOptions) if option.name != "name"), *options]
-    if base == name:
+    if not suffix:
         return options
-    itop = catalogue[base].itop()
-    return [replace(option, default=as_yaml(getattr(itop, option.name))) for option in options]
+    changed = getattr(catalogue[base], suffix)()
+    return [replace(option, default=as_yaml(getattr(changed, option.name))) for option in options]
 
 
 def _default(factory: Callable[..., Any], name: str) -> str:
@@ -176,6 +178,7 @@ def _page() -> Iterator[str]:
         ("data.augment", Augment),
         ("checkpoint", CheckpointOptions),
         ("rollback", RollbackOptions),
+        ("as_published", PublishedOptions),
     ):
         yield from ("", f"## {key}", "")
         rows = ([f"`{o.name}`", o.type, o.default, o.text] for o in options_of(options) if o.name != "name")

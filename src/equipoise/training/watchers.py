@@ -92,7 +92,8 @@ class Terminal(Watcher):
             columns = (TextColumn("{task.description}", markup=False), BarColumn(20), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self.console, transient=True)
             self._progress.start()
-            self._task = self._progress.add_task("", total=trainer.total_steps, completed=trainer.step)
+            now = "compiling the first steps ..." if trainer.parts.engine.captures else ""
+            self._task = self._progress.add_task(now, total=trainer.total_steps, completed=trainer.step)
             self._since, self._images = time.perf_counter(), trainer.images
 
     def step(self, trainer: Trainer) -> None:

@@ -104,10 +104,22 @@ def test_wrong_tensors_are_explained(images, labels, words):
         Images(images, labels)
 
 
+def test_the_digits_are_read_without_scikit_learns_file_too(monkeypatch):
+    from equipoise.data import digits
+
+    there = data.load("digits")
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)
+    again = data.load("digits")
+    for left, right in ((there.train, again.train), (there.test, again.test)):
+        assert torch.equal(left.images, right.images)
+        assert torch.equal(left.labels, right.labels)
+
+
 def test_libraries_for_reading_are_imported_on_use():
     import subprocess
     import sys
 
-    code = "import sys, equipoise.data; print([m for m in ('sklearn', 'scipy', 'PIL') if m in sys.modules])"
+    code = "import sys, equipoise.data; equipoise.data.load('digits'); "
+    code += "print([m for m in ('sklearn', 'scipy', 'PIL') if m in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -81,14 +81,24 @@ def test_studies_include_the_fair_baselines() -> None:
     assert {packaged("at").raw(arm, 0)["full_pass"] for arm in packaged("at").arms} == {"clean", "adversarial"}
 
 
-@pytest.mark.parametrize("name", packaged_studies())
-def test_a_correction_in_adversarial_training_names_its_full_pass(name: str) -> None:
-    """Without `full_pass` the mode without a full gradient is chosen; the paper computes one on clean images."""
-    for arm in packaged(name).arms:
-        raw = packaged(name).raw(arm, 0)
-        recipe = make_recipe(raw)
-        if recipe.objective.attack_passes and recipe.correction.corrects:
-            assert "full_pass" in raw
+def test_time_to_accuracy_has_all_references_at_fixed_budgets() -> None:
+    for name in (name for name in packaged_studies() if name.startswith("time-to-accuracy")):
+        design = packaged(name)
+        recipes = {arm: make_recipe(design.raw(arm, 0)) for arm in design.arms}
+        assert all(arm.endswith(f", {recipe.epochs} epochs") for arm, recipe in recipes.items())
+        kinds = ["fast", "dense"] if name.endswith("cpu") else ["fast", "published", "dense"]
+        assert all(any(kind in arm for arm in recipes) for kind in kinds)
+        for claim in design.claims:
+            assert claim.metric in ("accuracy", "robust", "clean")
+            assert claim.at is None  # the final accuracy
+            if "published" in claim.than:
+                parts = 2 if name.endswith("at") else 3 if "cifar100" in name or "sparsities" in name else 4
+                assert parts * recipes[claim.better].epochs <= recipes[claim.than].epochs
+    design = packaged("time-to-accuracy")
+    assert list(design.seeds) == [0, 1, 2, 3, 4]
+    assert make_recipe(design.raw("SET-ITOP published, 50 epochs", 0)) == make_recipe(
+        {**read_recipe("vgg_c-set-itop"), "epochs": 50, "seed": 0, **design.set}
+    )
 
 
 def test_the_numbers_of_table_1_agree_with_the_text_of_the_paper() -> None:
@@ -115,15 +125,13 @@ def test_the_first_90_of_200_epochs_have_the_same_learning_rates() -> None:
 def test_every_table_and_figure_of_the_paper_has_studies_or_a_reason() -> None:
     items = paper_items()
     assert all(item.studies or item.why for item in items)
-    assert {name for item in items for name in item.studies} == {*packaged_studies()} - {"digits", "storage"}
+    others = ("digits", "storage", "published", "time-to-accuracy")
+    not_of_the_paper = {name for name in packaged_studies() if name.startswith(others)}
+    assert {name for item in items for name in item.studies} == {*packaged_studies()} - not_of_the_paper
     text = " ".join(item.item for item in items)
     assert all(f"Figure {i} " in f"{text} " for i in [*range(1, 16), *range(22, 34)])
     assert "Figures 16 to 21" in text
     assert all(f"Table {i} " in f"{text} " for i in range(1, 12))
-    for item in items:
-        claims = [claim.says for name in item.studies for claim in packaged(name).claims]
-        words = item.only.split("|")
-        assert any(word in says for word in words for says in claims) or item.why or not claims, item.item
 
 
 # Study files
@@ -198,7 +206,7 @@ REFUSED = {
     "unknown key of a claim": (own(claims=[{**CLAIM, "then": "b"}]), 'no option is called "then"'),
     "unknown score": (own(claims=[{**CLAIM, "score": "planed"}]), "no score is called"),
     "no epoch 0": (own(claims=[{**CLAIM, "at": 0}]), "epochs count from 1"),
-    "epoch of an end": (own(claims=[{**CLAIM, "metric": "test", "at": 1}]), "accuracy, mean-accuracy, stability"),
+    "epoch of an end": (own(claims=[{**CLAIM, "metric": "test", "at": 1}]), "window-accuracy, stability"),
     "epoch beyond the end": (own(claims=[{**CLAIM, "at": 3}]), "a claim is about epoch 3 of 2"),
     "no threshold": (own(claims=[{**CLAIM, "metric": "epochs-to"}]), "needs a threshold"),
     "threshold in percent": (own(claims=[{**CLAIM, "metric": "epochs-to", "threshold": 95}]), "between 0 and 1"),

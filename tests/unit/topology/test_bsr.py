@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.topology import BSRNet, Topology
-from equipoise.topology.rewiring import NEWBORN, distribute
+from equipoise.topology.rewiring import NEWBORN, distribute, normal
 from equipoise.training.optimizers import SGDW
 from topology_helpers import assert_sparse, perceptron, train
 
@@ -246,3 +247,27 @@ def test_wrong_options_are_refused() -> None:
     model = perceptron()
     with pytest.raises(UserError, match="known only for vgg16"):
         BSRNet().attach(model, torch.optim.SGD(model.parameters(), lr=LR))
+
+
+def test_noise_is_standard_normal() -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    quantiles = stats.norm.ppf((np.arange(2**15) + 0.5) / 2**15)
+    np.testing.assert_allclose(normal(every).double().numpy(), np.tile(quantiles, 2), rtol=1e-4, atol=1e-6)
+
+
+def test_noise_of_a_step_is_independent_of_weight_and_step() -> None:
+    """Weights without gradient move by lr·noise·N(0, 1) a step: mean, variance, tails and correlations."""
+    model = nn.Linear(301, 333, bias=False)  # no multiple of the four numbers that are drawn together
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    topology = BSRNet(sparsity=0.1, distribution="uniform", noise=1e-3).attach(model, optimizer, total_steps=2)
+    chosen = topology.masks["weight"] & (model.weight.detach().abs() > 0.01)  # far from zero: they stay active
+    moves = []
+    for _ in range(2):
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+        moves.append((model.weight.detach() - before)[chosen].double().numpy() / 5e-4)
+    first, second = moves
+    assert stats.kstest(first, "norm").pvalue > 1e-3
+    lags = [np.corrcoef(first[: len(first) - lag], first[lag:])[0, 1] for lag in (1, 2, 3, 4)]
+    assert np.abs([np.corrcoef(first, second)[0, 1], *lags]).max() < 4.5 / math.sqrt(len(first))

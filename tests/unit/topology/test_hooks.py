@@ -55,6 +55,33 @@ def test_clipping_sees_the_norm_of_the_active_gradient(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", SPARSE)
+def test_the_gradient_before_a_step_is_the_same_in_both_storages(algorithm: str) -> None:
+    """Update steps included: a bound between the norms of dense and sparse gradients once clipped in one of them."""
+    options = {"distribution": "erk"} if algorithm == "bsr-net" else {} if algorithm == "static" else {"every": 3}
+    chosen = ALGORITHMS[algorithm](sparsity=0.7, **options)
+    models: list[nn.Module] = [perceptron(), pack(perceptron(), chosen)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    topologies = [chosen.attach(m, o, 40) for m, o in zip(models, optimizers, strict=True)]
+    for step in range(1 if algorithm == "bsr-net" else 8):  # the storages draw other indices for its new weights
+        norms = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(model, step)
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+        torch.testing.assert_close(*norms)
+        for masked, packed in zip(*(topology.layers for topology in topologies), strict=True):
+            assert masked.parameter.grad is not None
+            assert packed.index is not None
+            dense = masked.parameter.grad.reshape(-1)
+            torch.testing.assert_close(dense[packed.index.long()], packed.parameter.grad)
+            assert torch.count_nonzero(dense) <= packed.active
+        for optimizer in optimizers:
+            optimizer.step()
+        for layers in zip(*(topology.layers for topology in topologies), strict=True):
+            torch.testing.assert_close(layers[0].weight, layers[1].weight)
+
+
+@pytest.mark.parametrize("algorithm", SPARSE)
 def test_accumulation_equals_one_big_batch(algorithm: str) -> None:
     models, topologies = [], []
     for parts in (1, 4):

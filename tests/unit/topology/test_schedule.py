@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import get_args
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.errors import UserError
-from equipoise.topology.schedule import Decay, Window, decay
+from equipoise.topology.schedule import Decay, Window, decay, interval
 
 KINDS = get_args(Decay)
 shares = st.floats(0, 1)
@@ -65,6 +66,14 @@ def test_the_schedules_of_the_papers() -> None:
     assert [step for step in range(1001) if rigl.contains(step)] == [100, 200, 300, 400, 500, 600, 700]
     itop = Window(every=400, begin=0, until=1, total=1200)
     assert [step for step in range(1201) if itop.contains(step)] == [400, 800]
+
+
+@given(percent=st.integers(1, 99), total=st.integers(1, 10_000))
+def test_an_interval_below_one_is_a_fraction_of_the_training(percent: int, total: int) -> None:
+    steps = interval(percent / 100, total)
+    assert steps >= 1
+    assert steps == 1 or abs(Fraction(percent, 100) * total - steps) <= Fraction(1, 2) + Fraction(1, 10**9)
+    assert interval(percent, total) == percent
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from equipoise.config import parameters_of
 from equipoise.correction import Agent
 from equipoise.data import Augment
 from equipoise.errors import UserError
+from equipoise.lr_schedule import Fast, Piecewise
 from equipoise.objectives import Standard
 from equipoise.studies.design import read_study
-from equipoise.topology import ALGORITHMS, SET, Dense, Dynamic, RigL
-from equipoise.training.lr_schedule import Piecewise
+from equipoise.topology import ALGORITHMS, SET, Dense, Dynamic, GraNet, RigL
 from equipoise.training.optimizers import AdamWOptions, SGDOptions
 from equipoise.training.recipe import (
     KEYS,
@@ -29,6 +30,7 @@ from equipoise.training.recipe import (
 )
 
 DIGITS = read_recipe("digits")
+FAST = resources.files("equipoise") / "recipes" / "fast.yaml"
 
 
 def override(*words: str, raw: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -119,6 +121,8 @@ def test_every_key_reaches_its_part() -> None:
         ({"topology": {"name": "set", "sparsity": 1.2}}, "topology: sparsity=1.2"),
         ({"topology": "dense-itop"}, 'topology: "dense" never changes, so there is no "dense-itop"'),
         ({"topology": "rigl-itop-itop"}, 'no topology is called "rigl-itop"'),
+        ({"topology": "dense-fast"}, 'topology: "dense" never changes, so there is no "dense-fast"'),
+        ({"topology": {"name": "rigl", "every": 2.5}}, "topology: every=2.5: a whole number of steps, or a fraction"),
         ({"objective": "att"}, 'no objective is called "att"'),
         ({"correction": {"name": "agent", "gamma": 2}}, "correction: gamma=2.0 must be between 0 and 1"),
         ({"correction": {"name": "agent", "mode": "guess"}}, "correction.mode='guess'"),
@@ -138,6 +142,19 @@ def test_a_wrong_recipe_is_one_line_that_helps(raw: dict[str, Any], told: str) -
         make_recipe(raw)
     assert told in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name, cls in ALGORITHMS.items() if issubclass(cls, Dynamic)])
+def test_fast_names_take_the_budgets_schedule(name: str) -> None:
+    cls = ALGORITHMS[name]
+    assert issubclass(cls, Dynamic)
+    made = make_recipe({"topology": {"name": f"{name}-fast", "sparsity": 0.5, "until": 0.9}}).topology
+    assert made == cls.fast(sparsity=0.5, until=0.9)
+    assert isinstance(made, Dynamic)
+    assert (made.distribution, made.every, made.min_fan_in) == ("er", 0.02, 1)
+    assert make_recipe(override(f"topology={name}-fast", "topology.every=9")).topology == cls.fast(
+        sparsity=0.95, every=9
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, cls in ALGORITHMS.items() if issubclass(cls, Dynamic)])
@@ -336,6 +353,69 @@ def test_laying_one_recipe_over_another() -> None:
     assert lay_over(base, {"topology": {"every": 7}})["topology"] == {"name": "set", "sparsity": 0.5, "every": 7}
     assert lay_over(base, {"model": {"size": 8}})["model"] == {"name": "small", "size": 8}
     assert base["topology"] == {"name": "set", "sparsity": 0.5}
+
+
+def test_a_part_under_a_new_name_keeps_the_options_that_it_lists() -> None:
+    base = {"topology": {"name": "set", "sparsity": 0.5, "every": 7}, "checkpoint": {"steps": 4}}
+    over = {"topology": {"name": "rigl", "keep": ["sparsity", "exclude"]}, "checkpoint": {"keep": 3}}
+    assert lay_over(base, over) == {
+        "topology": {"name": "rigl", "sparsity": 0.5},
+        "checkpoint": {"steps": 4, "keep": 3},
+    }
+    assert lay_over({}, over)["topology"] == {"name": "rigl"}
+    assert lay_over({"topology": "set"}, over)["topology"] == {"name": "rigl"}
+    own = {"topology": {"name": "rigl", "sparsity": 0.8, "keep": ["sparsity"]}}
+    assert lay_over(base, own)["topology"] == {"name": "rigl", "sparsity": 0.8}
+
+
+def test_a_base_may_be_a_list(tmp_path: Path) -> None:
+    write(tmp_path / "one.yaml", {"epochs": 3, "ema": 0.9})
+    write(tmp_path / "two.yaml", {"epochs": 4, "clip": 1.0})
+    mine = write(tmp_path / "mine.yaml", {"base": ["one.yaml", "two.yaml", "agent"], "clip": 2.0})
+    assert read_recipe(mine) == {"epochs": 4, "ema": 0.9, "clip": 2.0, "correction": {"name": "agent"}}
+
+
+# The fast recipes
+
+BASES = [name for name, line in packaged_recipes().items() if not line.startswith("overlay")]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_fast_goes_over_every_recipe_and_keeps_its_sparsity(base: str) -> None:
+    raw = apply_overrides(read_recipe(base), ["topology.exclude=['*.bias']", "topology.seed=4"])
+    before, after = make_recipe(raw), make_recipe(lay_over(raw, yaml.safe_load(FAST.read_text())))
+    assert after.topology == GraNet(
+        sparsity=before.topology.sparsity,
+        distribution="er",
+        exclude=("*.bias",),
+        seed=4,
+        initial_sparsity="auto",
+        every=0.02,
+        min_fan_in=1,
+    )
+    assert after.schedule == Fast()
+    assert (after.epochs, after.optimizer, after.data) == (before.epochs, before.optimizer, before.data)
+
+
+@pytest.mark.parametrize("name", ["vgg_c-fast", "resnet18-fast", "wrn-fast", "digits-fast"])
+@pytest.mark.parametrize(
+    ("sparsity", "start"), [(0.5, 0.0), (0.9, 0.0), (0.95, 0.5), (0.98, 0.8), (0.99, 0.9), (0.999, 0.99)]
+)
+def test_fast_starts_with_ten_times_the_weights(name: str, sparsity: float, start: float) -> None:
+    recipe = make_recipe(apply_overrides(read_recipe(name), [f"topology.sparsity={sparsity}"]))
+    assert isinstance(recipe.topology, GraNet)
+    assert recipe.topology.start == pytest.approx(start)
+
+
+def test_the_budget_of_a_fast_recipe_sets_its_schedules() -> None:
+    for epochs in (6, 12, 24):
+        recipe = make_recipe(override(f"epochs={epochs}", raw=read_recipe("vgg_c-set-itop", "fast")))
+        window = recipe.topology.window(epochs * 391)
+        assert window is not None
+        assert window.every == round(epochs * 391 / 50)
+        assert sum(window.contains(step) for step in range(epochs * 391)) in (36, 37, 38)
+        factors = [recipe.schedule.factor(step, epochs, 391) for step in range(epochs * 391)]
+        assert factors.index(max(factors)) in range(epochs * 391 // 6 - 1, epochs * 391 // 6 + 2)
 
 
 def test_files_that_cannot_be_recipes(tmp_path: Path) -> None:

@@ -14,20 +14,25 @@ class Schedule:
     """Base of the schedules.
 
     Args:
-        warmup: Epochs over which the learning rate rises linearly.
+        warmup: Epochs over which the learning rate rises linearly, or a fraction of the training if below 1.
     """
 
     warmup: float = 0.0
 
     def __post_init__(self) -> None:
         if self.warmup < 0:
-            raise UserError(f"warmup={self.warmup}: a number of epochs, at least 0")
+            raise UserError(f"warmup={self.warmup}: a number of epochs or a fraction of the training, at least 0")
 
     def factor(self, step: int, epochs: int, steps_per_epoch: int) -> float:
         """Return the factor of the initial learning rate at a step, counted from 0."""
         epoch = step / steps_per_epoch
-        rise = min(1.0, (step + 1) / (self.warmup * steps_per_epoch)) if self.warmup else 1.0
+        warmup = self.warmup_epochs(epochs)
+        rise = min(1.0, (step + 1) / (warmup * steps_per_epoch)) if warmup else 1.0
         return rise * self.shape(epoch, epochs)
+
+    def warmup_epochs(self, epochs: int) -> float:
+        """Return the length of the warm-up in epochs."""
+        return self.warmup * epochs if self.warmup < 1 else self.warmup
 
     def shape(self, epoch: float, epochs: int) -> float:
         """Return the factor without warm-up at a fractional epoch."""
@@ -85,14 +90,21 @@ class Cosine(Schedule):
             raise UserError(f"end={self.end}: a factor of the learning rate, at least 0")
 
     def shape(self, epoch: float, epochs: int) -> float:
-        start = min(self.warmup, epochs)
+        start = min(self.warmup_epochs(epochs), epochs)
         progress = min(max((epoch - start) / max(epochs - start, 1e-9), 0.0), 1.0)
         return self.end + (1 - self.end) * (1 + math.cos(math.pi * progress)) / 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fast(Cosine):
+    """Cosine after a linear warm-up over 1/6 of the training, for short budgets."""
+
+    warmup: float = 1 / 6
+
+
 SCHEDULES: Catalogue[type[Schedule]] = Catalogue(
     "schedule",
-    {"constant": Constant, "piecewise": Piecewise, "cosine": Cosine},
+    {"constant": Constant, "piecewise": Piecewise, "cosine": Cosine, "fast": Fast},
     group="schedules",
     base=Schedule,
 )

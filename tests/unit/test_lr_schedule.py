@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.errors import UserError
-from equipoise.training.lr_schedule import SCHEDULES, Constant, Cosine, Piecewise, Schedule
+from equipoise.lr_schedule import SCHEDULES, Constant, Cosine, Piecewise, Schedule
 
 
 def factors(schedule: Schedule, epochs: int, steps_per_epoch: int) -> list[float]:
@@ -55,6 +56,16 @@ def test_warm_up_rises_linearly_and_meets_the_shape() -> None:
     assert factors(Constant(warmup=0.5), 1, 4) == pytest.approx([0.5, 1.0, 1.0, 1.0])
     piecewise = Piecewise(warmup=1, milestones=(0.5,), factors=(0.1,))
     assert factors(piecewise, 2, 2) == pytest.approx([0.5, 1.0, 0.1, 0.1])
+
+
+@given(epochs=st.integers(1, 40), steps=st.integers(1, 40), percent=st.integers(1, 99))
+def test_a_warm_up_below_one_is_a_fraction_of_the_training(epochs: int, steps: int, percent: int) -> None:
+    total = epochs * steps
+    at = np.arange(total)
+    length = percent / 100 * total
+    cosine = np.cos(np.pi / 2 * np.clip((at - length) / (total - length), 0, 1)) ** 2
+    expected = np.minimum(1, (at + 1) / length) * cosine
+    np.testing.assert_allclose(factors(Cosine(warmup=percent / 100), epochs, steps), expected, atol=1e-12)
 
 
 def test_cosine_starts_after_its_warm_up() -> None:
