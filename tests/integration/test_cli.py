@@ -141,7 +141,9 @@ def test_list_shows_everything_that_can_be_chosen(run: Run) -> None:
 def test_list_shows_the_options_of_a_name(run: Run) -> None:
     lines = run("list", "rigl").out.splitlines()
     assert lines[0].startswith("topologies: rigl  RigL (Evci et al. 2020)")
-    assert any(re.match(r"  every: int = 100 +Steps between updates\.$", line) for line in lines)
+    assert any(
+        re.match(r"  drop_end: float = 0\.0 +This fraction at the end of the updates\.$", line) for line in lines
+    )
     both = run("list", "sgd").out
     assert "corrections: sgd" in both
     assert "optimizers: sgd" in both

@@ -71,10 +71,10 @@ def test_the_command_prints_verdicts_and_the_next_command(tmp_path: Path) -> Non
     source = write_study(tmp_path, claims=claims)
     words = ["study", source, "--results", f"{tmp_path}/r", "--work", f"{tmp_path}/w"]
     assert launch([*words, "--only", "SGD"], tmp_path / "log") == 0
-    assert "not run: AGENT loses nothing (A + B has no finished seed)" in (tmp_path / "log").read_text().splitlines()
+    assert "not tested: AGENT loses nothing (A + B has no finished seed)\n" in (tmp_path / "log").read_text()
     assert launch(words, tmp_path / "log") == 0
     *_, verdict, following = (tmp_path / "log").read_text().splitlines()
-    assert verdict.startswith("holds: AGENT loses nothing (A + B ")
+    assert verdict.startswith("inconclusive: AGENT loses nothing (A + B ")  # two runs are too few
     assert following == f"next: equipoise report {tmp_path}/r/little -o report.html"
     assert launch([*words, "--list"], tmp_path / "log") == 0
     assert (tmp_path / "log").read_text().splitlines()[-1] == "0 of 4 to run"

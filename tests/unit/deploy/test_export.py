@@ -158,7 +158,7 @@ def test_the_suffix_tells_the_format(run: Path, command: Command, tmp_path: Path
     refused = {
         ("a.onnx", "--format", "packed"): "a.onnx is the name of a file in the format onnx, not packed",
         ("a.safetensors", "--format", "onnx"): "a.safetensors is the name of a file in the format packed, not onnx",
-        ("a.pt",): "the suffix of a.pt tells no format; use .safetensors or .onnx, or name one with --format",
+        ("a.pt",): "the suffix of a.pt tells no format; use .safetensors or .onnx or .c, or name one with --format",
     }
     for words, told in refused.items():
         status, _, err = command("export", run, *words)
