@@ -33,6 +33,8 @@ ALGORITHMS: Catalogue[type[Algorithm]] = Catalogue(
         "sr-ste": SRSTE,
         "bsr-net": BSRNet,
     },
+    group="topologies",
+    base=Algorithm,
 )
 
 __all__ = [

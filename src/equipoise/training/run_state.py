@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from equipoise.correction.snapshot import RandomState
 from equipoise.errors import UserError
 from equipoise.training.convert_storage import in_storage, plain_names
+from equipoise.training.evaluate import Score
 from equipoise.training.optimizers import NamedState
 from equipoise.training.processes import local_part, state_for_process
 
@@ -37,6 +38,7 @@ def _state_of_process(trainer: Trainer) -> dict[str, Any]:
         "position": [trainer.epoch, trainer.batch, trainer.images, parts.passes.attacks],
         "rollbacks": trainer.rollbacks,
         "best": trainer.best,
+        "published": None if trainer.published is None else asdict(trainer.published),
         "seconds": trainer.seconds,
         "startup_seconds": trainer.startup_seconds,
         "model": parts.model.state_dict(),
@@ -78,7 +80,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
     parts, topology = trainer.parts, trainer.parts.topology
     here = _state_of_process(trainer)
     for part, value in here.items():
-        if part not in state or (state[part] is None and part != "ema"):
+        if part not in state or (state[part] is None and part not in ("ema", "published")):
             raise _misfit(f"it has no {part}")
         _check_kind(state[part], value, part)
     _check_fingerprint(state["fingerprint"], here["fingerprint"])
@@ -89,6 +91,8 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
     for part, value in here.items():
         _check_like(state[part], value, part, topology.storage)
     _check_optimizer(trainer, state)
+    for part in ("model", "optimizer", "ema"):
+        _check_numbers(state[part], part)
     loaded: dict[str, Any] = {
         "model": parts.model,
         "optimizer": _optimizer(trainer),
@@ -103,6 +107,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
                 owner.load_state_dict(state[part])
     trainer.epoch, trainer.batch, trainer.images, parts.passes.attacks = state["position"]
     trainer.rollbacks, trainer.best = state["rollbacks"], state["best"]
+    trainer.published = None if state["published"] is None else Score(**state["published"])
     trainer.seconds, trainer.startup_seconds = state["seconds"], state["startup_seconds"]
     cpu, cuda = state["random"]
     random = RandomState.of(cpu, cuda, parts.device)
@@ -136,27 +141,29 @@ def _check_fingerprint(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Non
 def _check_like(saved: Any, here: Any, path: str, storage: str) -> None:
     """Refuse a value that cannot replace the one in a trainer, and name it.
 
-    States grow in training: there is nothing to compare with `None`, with the length of a vector in packed storage, or
-    inside the entries of optimizer, topology and correction.
+    States grow in training: there is nothing to compare with `None` or with the length of a vector in packed storage,
+    and inside the entries of optimizer, topology and correction only kinds of values are compared.
     """
-    if saved is None or here is None:
+    if here is None or (saved is None and path == "ema"):
         return
+    if saved is None:
+        raise _misfit(f"it has no {path}")
     _check_kind(saved, here, path)
-    if path.startswith(("optimizer/", "topology/", "correction/")):
-        return
+    grows = path.startswith(("optimizer/", "topology/", "correction/"))
     if isinstance(here, Mapping):
         for key, value in here.items():
-            if key not in saved:
+            if key in saved:
+                _check_like(saved[key], value, f"{path}/{key}", storage)
+            elif not grows:
                 raise _misfit(f"it has no {path}/{key}")
-            _check_like(saved[key], value, f"{path}/{key}", storage)
     elif isinstance(here, list | tuple):
-        if len(saved) != len(here):
+        if len(saved) != len(here) and not grows:
             raise _misfit(f"{path} has {len(saved)} items instead of {len(here)}")
-        for i, value in enumerate(here):
-            _check_like(saved[i], value, f"{path}/{i}", storage)
-    elif isinstance(here, Tensor):
-        grows = storage == "packed" and here.dim() == 1
-        _check_shape(saved, torch.Size([torch.as_tensor(saved).numel()]) if grows else here.shape, path)
+        for i, (old, new) in enumerate(zip(saved, here, strict=False)):
+            _check_like(old, new, f"{path}/{i}", storage)
+    elif isinstance(here, Tensor) and not grows:
+        any_length = storage == "packed" and here.dim() == 1
+        _check_shape(saved, torch.Size([torch.as_tensor(saved).numel()]) if any_length else here.shape, path)
 
 
 def _check_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -164,8 +171,20 @@ def _check_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
     plain = plain_names(trainer.parts.model)
     for name, parameter in trainer.parts.model.named_parameters():
         for key, value in state["optimizer"].get(plain[id(parameter)], {}).items():
+            path = f"optimizer/{plain[id(parameter)]}/{key}"
+            if isinstance(value, Tensor) and not value.is_floating_point():
+                raise _misfit(f"{path} is of {value.dtype}")
             if isinstance(value, Tensor) and value.numel() != 1:
-                _check_shape(value, state["model"][name].shape, f"optimizer/{plain[id(parameter)]}/{key}")
+                _check_shape(value, state["model"][name].shape, path)
+
+
+def _check_numbers(saved: Any, path: str) -> None:
+    """Refuse NaN: training ends before it writes a checkpoint with NaN."""
+    if isinstance(saved, Mapping):
+        for key, value in saved.items():
+            _check_numbers(value, f"{path}/{key}")
+    elif isinstance(saved, Tensor) and bool(saved.isnan().any()):
+        raise _misfit(f"{path} has values that are not a number")
 
 
 def _check_shape(saved: Any, shape: torch.Size, path: str) -> None:
@@ -177,6 +196,8 @@ def _check_kind(saved: Any, here: Any, path: str) -> None:
     kind, expected = _kind(saved), _kind(here)
     if saved is not None and here is not None and kind != expected:
         raise _misfit(f"{path} is a {kind} instead of a {expected}")
+    if isinstance(here, int) and isinstance(saved, float):
+        raise _misfit(f"{path} is {saved} instead of a whole number")
 
 
 def _kind(value: Any) -> str:
