@@ -17,6 +17,7 @@ from torch import Tensor
 
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
+from equipoise.storage.sparse_weight import highest
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class Pattern(ABC):
         pruned = on & (rank < lost)
         candidates = on & (rank >= lost) & (rank < lost + most)
         exchanged = min(round(swap / elements), groups * most)
-        lowest = self._score(drop, shape).masked_fill(~candidates, torch.inf).flatten().topk(exchanged, largest=False)
-        swapped = torch.zeros_like(on).view(-1).index_fill_(0, lowest.indices, True).view_as(on)
+        lowest = highest(-self._score(drop, shape).masked_fill(~candidates, torch.inf).flatten(), exchanged)
+        swapped = torch.zeros_like(on).view(-1).index_fill_(0, lowest, True).view_as(on)
         free = ~(on & ~(pruned | swapped)) if regrow else ~on
         order = ranks(-self._score(grow, shape).masked_fill(~free, -torch.inf))
         grown = free & (order < swapped.sum(1, keepdim=True))

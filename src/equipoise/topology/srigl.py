@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import UserError
-from equipoise.storage.sparse_weight import SparseWeight
+from equipoise.storage.sparse_weight import SparseWeight, highest
 from equipoise.topology.pattern import ranks
 from equipoise.topology.rigl import RigL
 from equipoise.topology.schedule import Window
@@ -76,5 +76,5 @@ class SRigL(RigL):
 
 def _top(score: Tensor, count: int) -> Tensor:
     """Mask of the `count` largest scores."""
-    chosen = score.flatten().topk(count, sorted=False).indices
+    chosen = highest(score.flatten(), count)
     return torch.zeros_like(score, dtype=torch.bool).view(-1).index_fill_(0, chosen, True).view_as(score)

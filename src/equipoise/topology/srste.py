@@ -30,7 +30,7 @@ class SRSTE(Algorithm):
     by the same factor. A gradient correction corrects the active weights. Masked storage only.
 
     Args:
-        decay: λ, for the optimizer's units of a gradient.
+        decay: λ, the decay of weights that are not in use; λ·w is added to their gradient.
     """
 
     sparsity: float = 0.5
