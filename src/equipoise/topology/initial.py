@@ -98,9 +98,12 @@ def _units(
 
 def _kept(algorithm: Algorithm, weight: Tensor, budget: int) -> Tensor | None:
     """Magnitudes by which the initial mask is chosen, as a vector on the CPU; `None` if it is random."""
+    if algorithm.initial_mask == "random":
+        return None
+    weight = gather(weight, weight) if is_sharded(weight) else weight
     if algorithm.initial_mask == "largest":
         return weight.detach().abs().reshape(-1).cpu()
-    return _magnitudes(weight, budget) if algorithm.initial_mask == "nonzeros" else None
+    return _magnitudes(weight, budget)
 
 
 def _magnitudes(weight: Tensor, budget: int) -> Tensor | None:
@@ -109,7 +112,6 @@ def _magnitudes(weight: Tensor, budget: int) -> Tensor | None:
     A few zeros do not make a weight sparse, unless the budget is exactly its nonzeros: uniform numbers of a type with
     rounding error ε are zero with a probability of about ε.
     """
-    weight = gather(weight, weight) if is_sharded(weight) else weight
     nonzeros = int(torch.count_nonzero(weight))
     zeros = weight.numel() - nonzeros
     few = weight.numel() * max(FEW_ZEROS, 4 * torch.finfo(weight.dtype).eps)
