@@ -71,11 +71,11 @@ def test_updates_against_the_pseudo_code(
         distribution=[k / inputs], dense_last=False, every=1, until=1.0, drop_fraction=zeta, drop_end=zeta,
         min_salience=gamma, seed=seed,
     )  # fmt: skip
-    topology = algorithm.attach(model, optimizer, total_steps=3)
+    topology = algorithm.attach(model, optimizer, total_steps=4)
     mask = topology.masks["weight"].numpy()
     assert mask.sum() == outputs * k
     weight = weight * mask
-    for _ in range(2):  # the second update begins with removed units
+    for _ in range(3):  # the second update begins with removed units, and units return
         kept, after = published(weight, gradient, mask, k, zeta, gamma)
         (model.weight * torch.from_numpy(gradient)).sum().backward()
         optimizer.step()
@@ -87,8 +87,8 @@ def test_updates_against_the_pseudo_code(
         weight = weight * kept
         np.testing.assert_array_equal(model.weight.detach().numpy(), weight)
         assert topology.active == mask.sum()
-        weight = rng.normal(size=weight.shape) * scales * mask
-        gradient = rng.normal(size=weight.shape) * scales
+        weight = rng.normal(size=weight.shape) * mask
+        gradient = rng.normal(size=weight.shape) * rng.random((outputs, 1)) ** 2
         with torch.no_grad():
             model.weight.copy_(torch.from_numpy(weight))
 
