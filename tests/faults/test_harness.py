@@ -133,6 +133,7 @@ def test_the_page_says_what_was_done_and_what_failed() -> None:
     found.alone.kills.update({"step": 20, "any moment": 3})
     found.pairs.kills.update({"step": 2})
     found.inputs.inputs.update({"recipes": 1234})
+    found.sanitized.calls.update({"ThreadSanitizer: concurrent runs": 40})
     assert "| failures | 0 |" in page(found)
     found.inputs.failures.append("recipes 7 of seed 3: KeyError")
     text = page(found)
@@ -143,6 +144,8 @@ def test_the_page_says_what_was_done_and_what_failed() -> None:
         "| kills with SIGKILL | 25 |",
         "| within a training step | 22 |",
         "| recipes | 1,234 |",
+        "| calls of the kernels under sanitizers | 40 |",
+        "| ThreadSanitizer: concurrent runs | 40 |",
         "| failures | 1 |",
         "- recipes 7 of seed 3: KeyError",
         "## Bugs that the harness found",

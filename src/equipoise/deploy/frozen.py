@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
+from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ FEW = 8  # fewer images run faster plane by plane than side by side
 # seldom, but every step has a separate buffer: no more than those of 128 small images.
 POSITIONS = 128 * 32 * 32
 MOST_BLOCKS = 8
+MOST_PROGRAMS = 16  # compiled at a time; batches of all sizes of one image shape need at most 5
 
 
 def freeze(model: nn.Module) -> nn.Module:
@@ -74,7 +76,12 @@ def _is_blocked(node: Node, model: nn.Module) -> bool:
 
 
 class Frozen(nn.Module):
-    """A packed model as programs, one per input shape and number of images, built when first needed."""
+    """A packed model as programs, one per input shape and number of images, built when first needed.
+
+    Any number of threads may call one model at the same time. Each call that runs at the same time has separate
+    buffers. The 16 programs that were used last are kept (`MOST_PROGRAMS`). A program keeps one set of buffers for
+    each call that ran at the same time, at most one for each core.
+    """
 
     def __init__(self, model: fx.GraphModule, before: list[Node], inside: list[Node], after: list[Node]) -> None:
         super().__init__()
@@ -82,8 +89,16 @@ class Frozen(nn.Module):
         self._before, self._inside, self._after = before, inside, after
         self._placeholders = [node for node in before if node.op == "placeholder"]
         self._dims = {dims for dims in (2, 3, 4) if supports(inside, model, dims)}
-        self._programs: dict[tuple[int, ...], Program] = {}
-        self._lock = threading.Lock()  # programs own their buffers
+        # No lock, which a forked child could wait for in vain: single operations of an OrderedDict are atomic.
+        self._programs: OrderedDict[tuple[int, ...], Program] = OrderedDict()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._programs.clear()  # they have copies of the weights
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._programs.clear()
+        super()._load_from_state_dict(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return freeze, (self.model,)  # a copy builds other programs
@@ -99,8 +114,7 @@ class Frozen(nn.Module):
         x = as_float32(values[self._inside[0].args[0]])  # type: ignore[index]
         if x.dim() not in self._dims:
             return self.model(*inputs)  # its layers reshape the input or say what is wrong with it
-        with self._lock:
-            values[self._after[0]] = self._run(x)
+        values[self._after[0]] = self._run(x)
         for node in self._after[1:]:
             values[node] = _evaluate(node, values, self.model)
         return values[self._after[-1]]
@@ -116,9 +130,14 @@ class Frozen(nn.Module):
 
     def _program(self, shape: tuple[int, ...], blocks: int, lanes: int) -> Program:
         key = (blocks, lanes, *shape)
-        if key not in self._programs:
-            self._programs[key] = Program(self._inside, self.model, shape, blocks, lanes)
-        return self._programs[key]
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs.setdefault(key, Program(self._inside, self.model, shape, blocks, lanes))
+        with suppress(KeyError):  # another thread may have removed it
+            self._programs.move_to_end(key)
+            while len(self._programs) > MOST_PROGRAMS:
+                self._programs.popitem(last=False)
+        return program
 
 
 def _most_blocks(shape: tuple[int, ...]) -> int:

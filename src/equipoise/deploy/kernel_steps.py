@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Iterable
+from ctypes import Array
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from equipoise.errors import UserError
-from equipoise.kernels import arena, library, operators
+from equipoise.kernels import arena, boundary, library, operators
 from equipoise.kernels.arena import NO_BORDER, Border
-from equipoise.kernels.huge_pages import Slab
-from equipoise.kernels.library import Step
-from equipoise.kernels.taps import ConvShape, Taps
+from equipoise.kernels.boundary import COLUMNS
+from equipoise.kernels.huge_pages import Slab, zeros
+from equipoise.kernels.library import Map, Step
+from equipoise.kernels.taps import ConvShape, Pattern
 
 CONV, PLANE, MEAN, COPY = range(4)  # the kinds of program.c
-COLUMNS = 8  # in a vector of the kernel that runs along planes
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The steps of a program with one set of buffers, for one call at a time.
+
+    Args:
+        steps: The steps.
+        chunks: The memory of the buffers.
+        x: Buffer of the input.
+        y: Buffer of the output.
+    """
+
+    steps: Array[Step]
+    chunks: list[Tensor]
+    x: Tensor
+    y: Tensor
+
+    def run(self) -> None:
+        """Run all steps, in the order they were added."""
+        library.load().eq_program(self.steps, len(self.steps), library.threads())
+
+    def copy(self) -> Buffers:
+        """Return the same steps, with the same weights, on other buffers."""
+        chunks = [zeros(chunk.numel()) for chunk in self.chunks]
+        steps = type(self.steps).from_buffer_copy(self.steps)
+        maps = [described for step in steps for described in (step.x, step.y, step.residual) if described.data]
+        boundary.move(maps, self.chunks, chunks)
+        x, y = (boundary.moved(tensor, self.chunks, chunks) for tensor in (self.x, self.y))
+        return Buffers(steps, chunks, x, y)
 
 
 class KernelSteps:
@@ -30,16 +62,17 @@ class KernelSteps:
     def __init__(self, blocks: int, lanes: int) -> None:
         self.blocks, self.lanes = blocks, lanes
         self._steps: list[Step] = []
-        self._keep: list[Any] = []  # everything that the steps point to
+        self._keep: list[Any] = []  # weights that the steps point to
         self._slab = Slab()
 
-    def run(self) -> None:
-        """Run all steps, in the order they were added."""
-        library.load().eq_program(self._array, len(self._steps), library.threads())
+    def buffers(self, x: Tensor, y: Tensor) -> Buffers:
+        """Return the steps that were added, with their buffers.
 
-    @cached_property
-    def _array(self) -> Any:
-        return (Step * len(self._steps))(*self._steps)
+        Args:
+            x: The buffer of the input.
+            y: The buffer of the output.
+        """
+        return Buffers((Step * len(self._steps))(*self._steps), self._slab.chunks, x, y)
 
     def buffer(self, shape: tuple[int, int, int], border: Border = NO_BORDER) -> Tensor:
         """Return a tensor (blocks, *shape, lanes) inside zeros, with rows long enough for whole vectors."""
@@ -59,15 +92,15 @@ class KernelSteps:
         memory = self._slab.take(self.blocks * count + 64)
         return memory.as_strided((self.blocks, count, 1, 1, 1), (count, 1, 1, 1, 1))
 
-    def _add(self, kind: int, x: Tensor, y: Tensor, **fields: Any) -> None:
-        step = Step(x=library.describe(x), y=library.describe(y), kind=kind, lanes=self.lanes)
-        for name, value in fields.items():
-            if isinstance(value, Tensor):
-                setattr(step, name, library.describe(value) if name == "residual" else value.data_ptr())
-            elif value is not None:
-                setattr(step, name, value)
-        self._keep += [x, y, *fields.values()]
-        self._steps.append(step)
+    def _add(self, kind: int, x: Map, y: Map, keep: Iterable[Any] = (), **fields: Any) -> None:
+        """Add a step; `keep` are the owners of the memory that its fields point to."""
+        self._steps.append(Step(x=x, y=y, kind=kind, lanes=self.lanes, **fields))
+        self._keep += keep
+
+    def _copy(self, x: Tensor, y: Tensor) -> None:
+        """Add a copy between maps with any steps."""
+        x_map, y_map = (boundary.describe(tensor, self.lanes, tensor.stride(3)) for tensor in (x, y))
+        self._add(COPY, x_map, y_map)
 
     def plane(
         self,
@@ -90,8 +123,15 @@ class KernelSteps:
                 f"a residual must have the shape of the input it is added to, {ours} per image, not {theirs}"
             )
         y = self.buffer((channels, height, width), border)
-        self._add(PLANE, x, y, scale=scale, shift=shift, residual=residual, relu=relu, pool=pool)
+        vectors = [boundary.as_vector(tensor, channels, "norm") for tensor in (scale, shift)]
+        fields: dict[str, Any] = {} if residual is None else {"residual": boundary.describe(residual, self.lanes)}
+        for name, vector in zip(("scale", "shift"), vectors, strict=True):
+            fields[name] = boundary.address(vector, channels, "norm")
+        self._add(PLANE, *self._described(x, y), keep=vectors, relu=relu, pool=pool, **fields)
         return y
+
+    def _described(self, x: Tensor, y: Tensor) -> tuple[Map, Map]:
+        return boundary.describe(x, self.lanes), boundary.describe(y, self.lanes)
 
     def mean(self, x: Tensor, kernel: tuple[int, int] | None = None) -> Tensor:
         """Add the mean over windows of size and stride `kernel`, by default over the whole plane."""
@@ -100,7 +140,7 @@ class KernelSteps:
         operators.check_pool(4, (height, width), (max(1, high), max(1, wide)))  # a map may be empty
         rows, columns = height // high, width // wide
         y = self.buffer((channels, rows, columns))
-        self._add(MEAN, x[:, :, : rows * high, : columns * wide], y)
+        self._add(MEAN, *self._described(x[:, :, : rows * high, : columns * wide], y))
         return y
 
     def flatten(self, x: Tensor) -> Tensor:
@@ -109,14 +149,13 @@ class KernelSteps:
         count = channels * height * width
         y = self.buffer((count, 1, 1)) if lanes > 1 else self._vector(count)
         steps = tuple(lanes * step for step in (count, height * width, width, 1))
-        self._add(COPY, x, y.as_strided(x.shape, (*steps, 1), y.storage_offset()))
+        self._copy(x, y.as_strided(x.shape, (*steps, 1), y.storage_offset()))
         return y
 
     def conv(
         self,
         x: Tensor,
-        shape: ConvShape,
-        index: Tensor,
+        pattern: Pattern,
         values: Tensor,
         bias: Tensor | None = None,
         relu: bool = False,
@@ -126,35 +165,45 @@ class KernelSteps:
 
         Args:
             x: The input.
-            shape: The convolution.
-            index: Ascending flat indices of the active weights.
+            pattern: The convolution and the indices of its active weights.
             values: The active weights.
             bias: One value per output channel.
             relu: Whether to apply ReLU.
             border: Zeros to put around the result.
         """
+        shape = pattern.shape
         shape.check_channels(x.shape[1])
         x = self._bordered(x, shape.padding)
         size = shape.output((x.shape[2], x.shape[3]))
         y = self.buffer((shape.out_channels, *size), border)
-        taps = Taps(shape, index, transposed=False, one_block=self.lanes == 1)
-        if self.lanes == 1 and shape.stride != (1, 1):
+        taps, stride = pattern.taps(one_block=self.lanes == 1), shape.stride
+        if self.lanes == 1 and stride != (1, 1):
             x, offsets = self._phases(x, shape, size)
+            stride = (1, 1)
         else:
             offsets = _tap_offsets(shape, x.stride(2), x.stride(3))
         taps.set_offsets(x.stride(1), offsets)
-        taps.set_weights(values.contiguous())
-        if self.lanes > 1:
-            x = x[:, :, :: shape.stride[0], :: shape.stride[1]]  # steps from one output position to the next
-        self._add(CONV, x, y, taps=taps.taps, start=taps.start, blocks=taps.blocks, reach=taps.reach,
-                  shift=bias, relu=relu)  # fmt: skip
+        taps.set_weights(values)
+        bias = boundary.as_vector(bias, shape.out_channels, "bias")
+        self._add(
+            CONV,
+            boundary.describe_source(x, y.shape, stride, taps.reach[0], self.lanes),
+            boundary.describe(y, self.lanes, whole_vectors=self.lanes == 1),
+            keep=(taps, bias),
+            taps=taps.address,
+            start=taps.sorted.start_at(),
+            blocks=taps.sorted.blocks,
+            reach=taps.reach_in_plane,
+            shift=boundary.address(bias, shape.out_channels, "bias"),
+            relu=relu,
+        )
         return y
 
     def _bordered(self, x: Tensor, border: Border) -> Tensor:
         if arena.has_border(x, border):
             return x
         y = self.buffer((x.shape[1], x.shape[2], x.shape[3]), border)
-        self._add(COPY, x, y)
+        self._copy(x, y)
         return y
 
     def _phases(self, x: Tensor, shape: ConvShape, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -172,7 +221,7 @@ class KernelSteps:
             steps = (x.stride(0), x.stride(1), sh * x.stride(2), sw, 1)
             source = x.as_strided((self.blocks, x.shape[1], *count, 1), steps, origin + i * x.stride(2) + j)
             target = split[:, phase * x.shape[1] : (phase + 1) * x.shape[1], : count[0], : count[1]]
-            self._add(COPY, source, target)
+            self._copy(source, target)
         reach_h, reach_w = torch.arange(kh)[:, None] * dh, torch.arange(kw) * dw
         phase_step = x.shape[1] * split.stride(1)
         offsets = (reach_h % sh * sw + reach_w % sw) * phase_step + reach_h // sh * split.stride(2) + reach_w // sw

@@ -13,6 +13,7 @@ from equipoise.deploy.kernel_steps import KernelSteps
 from equipoise.kernels import operators
 from equipoise.kernels.arena import NO_BORDER
 from equipoise.kernels.blocked import fill_blocked, fill_plain
+from equipoise.kernels.pool import Pool
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
 
 # Options of a pass over planes that each operation stands for
@@ -41,26 +42,28 @@ class Program:
         self._folded: set[Node] = set()
         channels, height, width = {3: shape, 2: (shape[0], 1, shape[-1]), 1: (shape[0], 1, 1)}[len(shape)]
         border = cast("tuple[int, int]", nodes[0].kwargs.get("border", NO_BORDER))
-        self._input = self._values[nodes[0]] = self._steps.buffer((channels, height, width), border)
+        self._values[nodes[0]] = self._steps.buffer((channels, height, width), border)
         for node in nodes[1:]:
             if node not in self._folded:
                 self._add(node)
-        self._output = self._values[nodes[-1]]
         self._dims = dimensions(nodes, len(shape) + 1)[nodes[-1]]
+        buffers = self._steps.buffers(self._values[nodes[0]], self._values[nodes[-1]])
+        self._pool = Pool(buffers.copy, first=[buffers])
 
     def run(self, x: Tensor) -> Tensor:
-        """Compute the output for a batch of at most `blocks * lanes` inputs."""
+        """Compute the output for a batch of at most `blocks * lanes` inputs. Threads may call this at the same time."""
         images = x.shape[0]
-        x = x.reshape(images, *self._input.shape[1:4])
-        y = x.new_empty(images, *self._output.shape[1:4])
-        if images and self._lanes == 1:
-            self._input[..., 0].copy_(x)
-            self._steps.run()
-            y.copy_(self._output[..., 0])
-        elif images:
-            fill_blocked(self._input, x)
-            self._steps.run()
-            fill_plain(y, self._output[: -(-images // self._lanes)])
+        with self._pool.lend() as buffers:
+            x = x.reshape(images, *buffers.x.shape[1:4])
+            y = x.new_empty(images, *buffers.y.shape[1:4])
+            if images and self._lanes == 1:
+                buffers.x[..., 0].copy_(x)
+                buffers.run()
+                y.copy_(buffers.y[..., 0])
+            elif images:
+                fill_blocked(buffers.x, x)
+                buffers.run()
+                fill_plain(y, buffers.y[: -(-images // self._lanes)])
         return {4: y, 3: y.squeeze(2), 2: y.flatten(1)}[self._dims]
 
     def _add(self, node: Node) -> None:
@@ -105,7 +108,7 @@ class Program:
         elif user is not None and user.target is operators.relu:
             last, options = user, {"relu": True, **user.kwargs}
         after = options if {"pool", "residual"} & options.keys() else {}
-        y = self._steps.conv(self._source(node), layer.shape, layer.index, values, bias, **({} if after else options))
+        y = self._steps.conv(self._source(node), layer.pattern, values, bias, **({} if after else options))
         self._values[last] = self._plane(y, after) if after else y
         self._folded.add(last)
 
@@ -143,5 +146,5 @@ def _module(node: Node, model: nn.Module) -> nn.Module | None:
 
 def _row_counts(layer: PackedLayer) -> Tensor:
     """Active weights of each output channel."""
-    per_row = layer.index // max(1, layer.shape.weight_numel // layer.shape.out_channels)
+    per_row = layer.pattern.index // max(1, layer.shape.weight_numel // max(1, layer.shape.out_channels))
     return torch.bincount(per_row.long(), minlength=layer.shape.out_channels)

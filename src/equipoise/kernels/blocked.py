@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from equipoise.errors import UserError
-from equipoise.kernels import arena, library
+from equipoise.kernels import arena, boundary, library
 from equipoise.kernels.arena import NO_BORDER, Border
-from equipoise.kernels.library import LANES, Map
+from equipoise.kernels.library import LANES
 
 AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -33,6 +33,10 @@ class Blocked:
     images: int
     dims: int = 4
     grad_border: Border = NO_BORDER
+
+    def __post_init__(self) -> None:
+        if self.data.dim() != 5 or not 0 <= self.images <= self.data.shape[0] * LANES:
+            raise UserError(f"{self.images} images do not fit a blocked activation of {list(self.data.shape)}")
 
     def with_data(self, data: Tensor, grad_border: Border = NO_BORDER) -> Blocked:
         """Another activation of the same batch."""
@@ -69,12 +73,13 @@ def as_float32(x: Tensor) -> Tensor:
     Raises:
         UserError: If `x` is not float32 on the CPU.
     """
-    if x.dtype == torch.float32 and x.is_cpu:
-        return x
+    if x.dtype == torch.float32 and x.is_cpu and x.layout is torch.strided:
+        return x.resolve_neg()
     if x.dtype in AUTOCAST_DTYPES and x.is_cpu and torch.is_autocast_enabled("cpu"):
         return x.float()
+    layout = "" if x.layout is torch.strided else f" ({x.layout})"
     raise UserError(
-        f"packed layers take float32 on cpu, not {x.dtype} on {x.device}; convert with .float() and .cpu()"
+        f"packed layers take float32 on cpu, not {x.dtype} on {x.device}{layout}; convert with .float() and .cpu()"
     )
 
 
@@ -102,8 +107,8 @@ def fill_plain(plain: Tensor, blocked: Tensor) -> Tensor:
 
 
 def _copy(plain: Tensor, blocked: Tensor, to_blocked: bool) -> None:
-    described = Map(plain.data_ptr(), *plain.shape, *plain.stride())
-    library.load().eq_layout(byref(described), byref(library.describe(blocked)), to_blocked, library.threads())
+    images = boundary.describe_images(plain, blocked.shape)
+    library.load().eq_layout(byref(images), byref(boundary.describe(blocked)), to_blocked, library.threads())
 
 
 def _block(x: Tensor, border: Border) -> Tensor:

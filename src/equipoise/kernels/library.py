@@ -1,19 +1,19 @@
-"""The library of C kernels: its structures and signatures, loading it, and describing tensors to it."""
+"""The library of C kernels: its structures and signatures, and loading it."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 1  # EQ_ABI in kernels.h
+ABI = 2  # EQ_ABI in kernels.h
 LANES = 16
 
 
@@ -82,23 +82,45 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_program": [POINTER(Step), c_int64, c_int32],
     "eq_layout": [_MAP, _MAP, c_int32, c_int32],
 }
+_ALLOCATING = {"eq_conv_grad", "eq_pattern"}  # return whether they ran out of memory
 
 
 @functools.cache
 def _find() -> ctypes.CDLL | str:
     """The library, or one line that says why there is none."""
     try:
-        path = build.find()
         ctypes.CDLL(build.openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
-        loaded = ctypes.CDLL(str(path))
-        if loaded.eq_abi() != ABI:
-            return f"{path.name} was built from another version of equipoise: build the package again"
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(loaded, name)
-            function.argtypes, function.restype = arguments, None
+        path = build.find()
+        try:
+            return open_library(path)
+        except build.Unavailable:
+            if path != build.installed():
+                raise
+            return open_library(build.compiled())  # the extension was left by another version
     except (build.Unavailable, OSError, AttributeError) as problem:
         return str(problem).splitlines()[0]
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load a library and declare its functions.
+
+    Raises:
+        Unavailable: If the library was built from another version of the sources.
+    """
+    loaded = ctypes.CDLL(str(path))
+    if loaded.eq_abi() != ABI:
+        raise build.Unavailable(f"{path.name} was built from another version of equipoise: build the package again")
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+        if name in _ALLOCATING:
+            function.restype = _check_memory
     return loaded
+
+
+def _check_memory(failed: int) -> None:
+    if failed:
+        raise MemoryError("there is no memory for the sums of a kernel; use a smaller batch")
 
 
 def available() -> bool:
@@ -127,14 +149,3 @@ def load() -> ctypes.CDLL:
 def threads() -> int:
     """Return torch's number of threads: the kernels run on the same pool."""
     return torch.get_num_threads()
-
-
-def pointer(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor, or `None` for a null pointer."""
-    return None if tensor is None else tensor.data_ptr()
-
-
-def describe(tensor: Tensor) -> Map:
-    """Describe a tensor (n, c, h, w, lanes) with unit step in the last axis."""
-    (n, c, h, w, _), (sn, sc, sh, sw, _) = tensor.shape, tensor.stride()
-    return Map(tensor.data_ptr(), n, c, h, w, sn, sc, sh, sw)

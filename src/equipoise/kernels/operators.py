@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_weight
 
 from equipoise.errors import UserError
-from equipoise.kernels import arena, library
+from equipoise.kernels import arena, boundary, library
 from equipoise.kernels.arena import NO_BORDER, Border
 from equipoise.kernels.blocked import Blocked, unblock
 from equipoise.kernels.library import LANES, Map, Norm
-from equipoise.kernels.taps import ConvShape, Pattern
+from equipoise.kernels.taps import ConvShape, Pattern, Taps
 
 IDENTITY, FIXED, BATCH = range(3)
 MAPS = frozenset(field[0] for field in Norm._fields_ if field[1] is Map)
@@ -45,53 +45,62 @@ def conv(
     return x.with_data(y, pattern.shape.grad_border(size))
 
 
-def _strided(x: Tensor, stride: tuple[int, int]) -> Map:
-    """Describe `x` with steps from one output position to the next."""
-    described = library.describe(x)
-    described.sh *= stride[0]
-    described.sw *= stride[1]
-    return described
-
-
 def _input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, border: Border) -> Tensor:
     """The forward kernel on the transposed pattern; a strided layer takes one pass per phase of its stride."""
-    shape, taps = pattern.shape, pattern.transposed
+    shape = pattern.shape
     dy = arena.with_border(dy, shape.grad_border((size[2], size[3])))
-    taps.load(values, dy.stride(1), dy.stride(2))
     dx = arena.take((size[0], size[1], size[2], size[3]), border)
-    for phase in range(taps.phases):
-        row, column = divmod(phase, shape.stride[1])
-        target = dx[:, :, row :: shape.stride[0], column :: shape.stride[1]]
-        if target.numel():
-            library.load().eq_conv(
-                byref(library.describe(dy)),
-                byref(library.describe(target)),
-                taps.taps.data_ptr(),
-                taps.start_of_phase(phase),
-                taps.blocks,
-                taps.reach,
-                None,
-                0,
-                library.threads(),
-            )
+    with pattern.lend(transposed=True) as taps:
+        taps.load(values, dy.stride(1), dy.stride(2))
+        for phase in range(taps.sorted.phases):
+            row, column = divmod(phase, shape.stride[1])
+            target = dx[:, :, row :: shape.stride[0], column :: shape.stride[1]]
+            if target.numel():
+                _run_conv(dy, target, (1, 1), taps, phase=phase, column_step=shape.stride[1] * LANES)
     return dx
 
 
-def _weight_grad(x: Tensor, dy: Tensor, values: Tensor, pattern: Pattern, bias: bool) -> tuple[Tensor, Tensor | None]:
-    taps = pattern.forward
-    dy = arena.with_border(dy, NO_BORDER)
-    taps.set_steps(x.stride(1), x.stride(2))
-    dvalues = torch.empty_like(values)
-    dbias = values.new_empty(pattern.shape.out_channels) if bias else None
-    library.load().eq_conv_grad(
-        byref(_strided(x, pattern.shape.stride)),
-        byref(library.describe(dy)),
-        *map(library.pointer, (taps.taps, taps.start, taps.order)),
-        taps.blocks,
-        taps.reach,
-        *map(library.pointer, (dvalues, dbias)),
+def _run_conv(
+    x: Tensor,
+    y: Tensor,
+    stride: tuple[int, int],
+    taps: Taps,
+    bias: Tensor | None = None,
+    phase: int = 0,
+    column_step: int = LANES,
+) -> None:
+    library.load().eq_conv(
+        byref(boundary.describe_source(x, y.shape, stride, taps.reach[phase])),
+        byref(boundary.describe(y, column_step=column_step)),
+        taps.address,
+        taps.sorted.start_at(phase),
+        taps.sorted.blocks,
+        taps.reach_in_plane,
+        boundary.address(bias, y.shape[1], "bias"),
+        0,  # no ReLU
         library.threads(),
     )
+
+
+def _weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[Tensor, Tensor | None]:
+    dy = arena.with_border(dy, NO_BORDER)
+    count, channels = pattern.index.numel(), pattern.shape.out_channels
+    dvalues = x.new_empty(count)
+    dbias = x.new_empty(channels) if bias else None
+    with pattern.lend() as taps:
+        taps.set_steps(x.stride(1), x.stride(2))
+        library.load().eq_conv_grad(
+            byref(boundary.describe_source(x, dy.shape, pattern.shape.stride, taps.reach[0])),
+            byref(boundary.describe(dy)),
+            taps.address,
+            taps.sorted.start_at(),
+            taps.sorted.order_at,
+            taps.sorted.blocks,
+            taps.reach_in_plane,
+            boundary.address(dvalues, count, "gradient of the weights"),
+            boundary.address(dbias, channels, "gradient of the bias"),
+            library.threads(),
+        )
     return dvalues, dbias
 
 
@@ -115,21 +124,14 @@ class _Conv(torch.autograd.Function):
         grad_border: Border,
         images: int,
     ) -> Tensor:
-        shape, taps = pattern.shape, pattern.forward
+        shape = pattern.shape
         shape.check_channels(x.shape[1])
         x = arena.with_border(x, shape.padding)
         y = arena.take((x.shape[0], shape.out_channels, *shape.output((x.shape[2], x.shape[3]))), border)
-        taps.load(values, x.stride(1), x.stride(2))
-        library.load().eq_conv(
-            byref(_strided(x, shape.stride)),
-            byref(library.describe(y)),
-            *map(library.pointer, (taps.taps, taps.start)),
-            taps.blocks,
-            taps.reach,
-            library.pointer(bias),
-            0,  # no ReLU
-            library.threads(),
-        )
+        vector = boundary.as_vector(bias, shape.out_channels, "bias")
+        with pattern.lend() as taps:
+            taps.load(values, x.stride(1), x.stride(2))
+            _run_conv(x, y, shape.stride, taps, vector)
         ctx.save_for_backward(x, values)
         ctx.pattern, ctx.has_bias, ctx.grad_border, ctx.images = pattern, bias is not None, grad_border, images
         ctx.probe_shape = None if probe is None else probe.shape
@@ -143,7 +145,7 @@ class _Conv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _input_grad(dy, values, ctx.pattern, x.shape, ctx.grad_border)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            dvalues, dbias = _weight_grad(x, dy, values, ctx.pattern, ctx.has_bias)
+            dvalues, dbias = _weight_grad(x, dy, ctx.pattern, ctx.has_bias)
         if ctx.needs_input_grad[3]:
             dprobe = _dense_weight_grad(x, dy, ctx.images, ctx.pattern.shape).view(ctx.probe_shape)
         return dx, dvalues, dbias, dprobe, None, None, None, None
@@ -191,12 +193,16 @@ def fused(
     Raises:
         UserError: If the shapes do not fit.
     """
-    if residual is not None and (how.pool or residual.plain_shape != x.plain_shape):
+    if residual is not None and (
+        how.pool or residual.plain_shape != x.plain_shape or residual.data.shape != x.data.shape
+    ):
         raise UserError(
             f"a residual must have the shape of the input it is added to, {x.plain_shape}, not {residual.plain_shape}"
         )
     if how.pool:
         check_pool(x.dims, (x.data.shape[2], x.data.shape[3]), (2, 2))
+    if how.norm == FIXED and running is None:
+        raise UserError("a norm by running statistics needs a running mean and variance")
     if how.norm == BATCH and x.images * x.data.shape[2] * x.data.shape[3] < 2:
         raise UserError("BatchNorm in train mode needs more than one value per channel")
     other = None if residual is None else residual.data
@@ -216,9 +222,9 @@ def check_pool(dims: int, size: tuple[int, int], kernel: tuple[int, int]) -> Non
         raise UserError(f"a map of {size[0]}x{size[1]} is too small for pooling by {kernel[0]}x{kernel[1]}")
 
 
-def _norm_arguments(how: Fused, images: int, tensors: dict[str, Tensor | None]) -> Norm:
+def _norm_arguments(how: Fused, images: int, channels: int, tensors: dict[str, Tensor | None]) -> Norm:
     described = {
-        name: library.describe(tensor) if name in MAPS else tensor.data_ptr()
+        name: boundary.describe(tensor) if name in MAPS else boundary.address(tensor, channels, name)
         for name, tensor in tensors.items()
         if tensor is not None
     }
@@ -248,12 +254,20 @@ class _Fused(torch.autograd.Function):
         size = (height // 2, width // 2) if how.pool else (height, width)
         out = arena.take((blocks, channels, *size), how.border)
         mean, inv = x.new_empty(2, channels)
-        running_mean, running_var = running or (None, None)
+        gamma = boundary.as_vector(gamma, channels, "weight of the norm")
+        beta = boundary.as_vector(beta, channels, "bias of the norm")
+        statistics = [
+            boundary.as_vector(tensor, channels, "running statistics") for tensor in running or (None, None)
+        ]
         tensors = {
             "y": x, "out": out, "residual": residual, "gamma": gamma, "beta": beta,
-            "running_mean": running_mean, "running_var": running_var, "mean": mean, "inv": inv,
+            "running_mean": statistics[0], "running_var": statistics[1], "mean": mean, "inv": inv,
         }  # fmt: skip
-        library.load().eq_norm(byref(_norm_arguments(how, images, tensors)), library.threads())
+        library.load().eq_norm(byref(_norm_arguments(how, images, channels, tensors)), library.threads())
+        if running is not None and how.norm == BATCH:
+            for tensor, updated in zip(running, statistics, strict=True):
+                if updated is not None and updated is not tensor:
+                    tensor.copy_(updated)
         ctx.save_for_backward(x, residual, gamma, beta, mean, inv)
         ctx.how, ctx.images, ctx.borders = how, images, (grad_border, residual_border)
         return out
@@ -266,13 +280,13 @@ class _Fused(torch.autograd.Function):
         shape = (x.shape[0], x.shape[1], x.shape[2], x.shape[3])
         dx = arena.take(shape, ctx.borders[0])
         dresidual = None if residual is None else arena.take(shape, ctx.borders[1])
-        dgamma = None if gamma is None else torch.empty_like(gamma)
-        dbeta = None if beta is None else torch.empty_like(beta)
+        dgamma = None if gamma is None else x.new_empty(shape[1])
+        dbeta = None if beta is None else x.new_empty(shape[1])
         tensors = {
             "y": x, "residual": residual, "gamma": gamma, "beta": beta, "mean": mean, "inv": inv,
             "dy": dx, "dresidual": dresidual, "dout": grad, "dgamma": dgamma, "dbeta": dbeta,
         }  # fmt: skip
-        library.load().eq_norm_grad(byref(_norm_arguments(ctx.how, ctx.images, tensors)), library.threads())
+        library.load().eq_norm_grad(byref(_norm_arguments(ctx.how, ctx.images, shape[1], tensors)), library.threads())
         return dx, dresidual, dgamma, dbeta, None, None, None, None, None
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ from torch import Tensor
 from equipoise.errors import UserError
 from equipoise.kernels import library
 from equipoise.kernels.arena import Border
+from equipoise.kernels.boundary import address, as_vector
 from equipoise.kernels.library import LANES
+from equipoise.kernels.pool import Pool
 
 Pair = tuple[int, int]
 # A block of source channels should stay in the first-level cache while all destination channels read it,
@@ -32,6 +36,12 @@ class ConvShape:
     padding: Pair = (0, 0)
     dilation: Pair = (1, 1)
     groups: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = (self.groups, *self.kernel, *self.stride, *self.dilation)
+        channels = (self.out_channels, self.in_channels)
+        if min(sizes) < 1 or min(*channels, *self.padding) < 0 or any(c % self.groups for c in channels):
+            raise UserError(f"no convolution has this geometry: {self}")
 
     @property
     def weight_numel(self) -> int:
@@ -60,38 +70,67 @@ class ConvShape:
         return wanted[0], wanted[1]
 
 
-class Taps:
-    """One direction of a pattern: (weight, offset) pairs by phase, block of source channels and destination.
+def check_index(index: Tensor, size: int) -> None:
+    """Refuse indices of active weights that a weight of `size` elements does not have, or not in this order.
+
+    Raises:
+        UserError: Unless `index` is a vector of ascending integers in [0, size).
+    """
+    if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+        raise UserError(f"index must be a vector of int32 or int64, not {index.dtype} of shape {list(index.shape)}")
+    if not index.numel():
+        return
+    if not bool((index[1:] > index[:-1]).all()):
+        raise UserError("index must be ascending, without duplicates")
+    if index[0] < 0 or index[-1] >= size:
+        found = int(index[0]) if index[0] < 0 else int(index[-1])
+        raise UserError(f"index has {found}; the weight has {size} elements")
+
+
+class SortedTaps:
+    """One direction of a pattern: its active weights by phase, block of source channels and destination.
+
+    The addresses of its tensors, which never change, are taken once.
 
     Args:
         shape: The convolution.
-        index: Ascending flat indices of the active weights, int32.
+        index: Ascending flat indices of the active weights, int32, checked by a `Pattern`.
         transposed: Whether the taps are those of the input gradient.
         one_block: Whether all source channels form one block.
     """
 
     def __init__(self, shape: ConvShape, index: Tensor, transposed: bool, one_block: bool = False) -> None:
         self.shape, self.transposed, self.count = shape, transposed, index.numel()
-        rows, sources = shape.out_channels, shape.in_channels
+        rows, self.sources = shape.out_channels, shape.in_channels
         if transposed:
-            rows, sources = sources, rows
+            rows, self.sources = self.sources, rows
         self.rows, self.phases = rows, math.prod(shape.stride) if transposed else 1
         visits = 1 if one_block else max(1, self.count // max(1, rows * self.phases * TAPS_PER_VISIT))
-        block = max(CACHED_CHANNELS, -(-sources // visits))
-        self.blocks = -(-sources // block)
+        block = max(CACHED_CHANNELS, -(-self.sources // visits))
+        self.blocks = -(-self.sources // block)
         self.start = torch.empty(self.phases * self.blocks * rows + 1, dtype=torch.int32)
-        self.order, self._source, self._which = torch.empty(3, max(1, self.count), dtype=torch.int32)
-        self.taps = torch.empty(max(1, self.count), 2, dtype=torch.int32)  # float weight, int offset
-        self._steps: Pair | None = None
-        self.reach = 0
+        self.order, self.source, self.which = torch.empty(3, self.count, dtype=torch.int32)
         group = (shape.in_channels // shape.groups, shape.out_channels // shape.groups, math.prod(shape.kernel))
         geometry = torch.tensor([*group, int(transposed), block, self.blocks, rows, self.phases])
-        phases = self._tap_phases()  # named, so that it lives until the call returns
+        self.phase_of = self._tap_phases()
+        self._start = address(self.start, self.phases * self.blocks * rows + 1, "start", torch.int32)
+        self.order_at, self.source_at, self.which_at = (
+            address(tensor, self.count, "order", torch.int32) for tensor in (self.order, self.source, self.which)
+        )
         library.load().eq_pattern(
             self.count,
-            *map(library.pointer, (index, geometry, phases)),
-            *map(library.pointer, (self.start, self.order, self._source, self._which)),
+            address(index, self.count, "index", torch.int32),
+            address(geometry, 8, "geometry", torch.int64),
+            address(self.phase_of, math.prod(shape.kernel), "phases", torch.int32),
+            self._start,
+            self.order_at,
+            self.source_at,
+            self.which_at,
         )
+
+    def start_at(self, phase: int = 0) -> int:
+        """Address at which the starts of a phase's rows begin."""
+        return cast(int, self._start) + self.start.itemsize * phase * self.blocks * self.rows
 
     def _tap_phases(self) -> Tensor:
         """Rows and columns of the input, modulo the stride, that each tap of the kernel leads back to."""
@@ -105,12 +144,29 @@ class Taps:
         shape = self.shape
         return torch.arange(shape.kernel[axis]) * shape.dilation[axis] - shape.padding[axis]
 
-    def _tap_offsets(self, row_step: int) -> Tensor:
+    def offsets(self, row_step: int) -> Tensor:
+        """Offset of each tap of the kernel in a plane whose rows are `row_step` floats apart."""
         rows, columns = self._reach(0), self._reach(1)
         if self.transposed:
             high, wide = self.shape.stride
             rows, columns = (rows % high - rows) // high, (columns % wide - columns) // wide
         return (rows[:, None] * row_step + columns * LANES).flatten()
+
+
+class Taps:
+    """(weight, offset) pairs in sorted order, for one call at a time.
+
+    Args:
+        taps: The order of the taps.
+    """
+
+    def __init__(self, taps: SortedTaps) -> None:
+        self.sorted = taps
+        self.pairs = torch.empty(taps.count, 2, dtype=torch.int32)  # float weight, int offset
+        self.address = address(self.pairs, 2 * taps.count, "taps", torch.int32)
+        self.reach: list[Pair] = []  # smallest and largest offset of each phase
+        self.reach_in_plane = 0  # largest offset of a tap from its source channel
+        self._steps: Pair | None = None
 
     def load(self, values: Tensor, channel_step: int, row_step: int) -> None:
         """Set weights, and offsets into a blocked source map with these steps."""
@@ -120,29 +176,40 @@ class Taps:
     def set_steps(self, channel_step: int, row_step: int) -> None:
         """Set offsets only; the gradient of the weights needs no weights."""
         if self._steps != (channel_step, row_step):
-            self.set_offsets(channel_step, self._tap_offsets(row_step))
+            self._steps = None  # an error leaves the offsets of no map
+            self.set_offsets(channel_step, self.sorted.offsets(row_step))
             self._steps = (channel_step, row_step)
 
     def set_offsets(self, channel_step: int, tap_offsets: Tensor) -> None:
         """Set the offset of each tap: its source channel times `channel_step`, plus its offset in the kernel."""
-        sources = self.shape.out_channels if self.transposed else self.shape.in_channels
-        self.reach = int(tap_offsets.max())
-        if sources * channel_step + self.reach >= 2**31:
+        low, high = (self._by_phase(tap_offsets, how) for how in ("amin", "amax"))
+        last_channel = max(0, self.sorted.sources - 1) * channel_step
+        self.reach = [(first, last_channel + last) for first, last in zip(low, high, strict=True)]
+        self.reach_in_plane = max(high)
+        if last_channel + max(high) >= 2**31 or min(low) < -(2**31):
             raise UserError("the activation of one block of images is too large for the kernels (2^31 values)")
         library.load().eq_offsets(
-            self.count,
-            *map(library.pointer, (self._source, self._which)),
+            self.sorted.count,
+            self.sorted.source_at,
+            self.sorted.which_at,
             channel_step,
-            *map(library.pointer, (tap_offsets, self.taps)),
+            address(tap_offsets, math.prod(self.sorted.shape.kernel), "offsets", torch.int64),
+            self.address,
         )
+
+    def _by_phase(self, tap_offsets: Tensor, how: str) -> list[int]:
+        """Smallest or largest offset of each phase; 0 for a phase without taps."""
+        if self.sorted.phases == 1:
+            return [int(getattr(tap_offsets, how)())]
+        found = tap_offsets.new_zeros(self.sorted.phases)
+        return found.scatter_reduce(0, self.sorted.phase_of.long(), tap_offsets, how, include_self=False).tolist()
 
     def set_weights(self, values: Tensor) -> None:
         """Set the weight of each tap from the vector of active values."""
-        library.load().eq_weights(self.count, *map(library.pointer, (self.order, values, self.taps)))
-
-    def start_of_phase(self, phase: int) -> int:
-        """Return the address at which the starts of a phase's rows begin."""
-        return self.start.data_ptr() + 4 * phase * self.blocks * self.rows
+        weights = as_vector(values, self.sorted.count, "values")  # named, so that it lives until the call returns
+        library.load().eq_weights(
+            self.sorted.count, self.sorted.order_at, address(weights, self.sorted.count, "values"), self.address
+        )
 
 
 class Pattern:
@@ -151,21 +218,29 @@ class Pattern:
     Args:
         shape: The convolution.
         index: Ascending flat indices of the active weights; copied.
+
+    Raises:
+        UserError: If the weight does not have these indices.
     """
 
     def __init__(self, shape: ConvShape, index: Tensor) -> None:
-        self.shape, self.index = shape, index.to(torch.int32, copy=True)
+        index = index.to("cpu", copy=True)
+        check_index(index, shape.weight_numel)  # of the copy: another thread may change the original
+        self.shape, self.index = shape, index.to(torch.int32)
+        self._pools: dict[bool, Pool[Taps]] = {}
 
     def fits(self, index: Tensor) -> bool:
         """Return whether this is the pattern of `index`, by value: a snapshot puts other indices into one tensor."""
-        return torch.equal(self.index, index)
+        return index.dtype is torch.int32 and torch.equal(self.index, index)
 
-    @cached_property
-    def forward(self) -> Taps:
-        """Taps by output channel."""
-        return Taps(self.shape, self.index, transposed=False)
+    def lend(self, transposed: bool = False) -> AbstractContextManager[Taps]:
+        """Lend taps by output channel, or by input channel if `transposed`, for one call of a kernel."""
+        pool = self._pools.get(transposed)
+        if pool is None:
+            pool = Pool(partial(Taps, SortedTaps(self.shape, self.index, transposed)))
+            pool = self._pools.setdefault(transposed, pool)
+        return pool.lend()
 
-    @cached_property
-    def transposed(self) -> Taps:
-        """Taps by input channel."""
-        return Taps(self.shape, self.index, transposed=True)
+    def taps(self, one_block: bool) -> Taps:
+        """Return taps by output channel that the caller keeps."""
+        return Taps(SortedTaps(self.shape, self.index, transposed=False, one_block=one_block))

@@ -15,7 +15,7 @@ from equipoise.errors import UserError
 from equipoise.kernels import library, operators
 from equipoise.kernels.arena import NO_BORDER, Border
 from equipoise.kernels.blocked import Blocked, from_blocked, to_blocked
-from equipoise.kernels.taps import ConvShape, Pattern
+from equipoise.kernels.taps import ConvShape, Pattern, check_index
 from equipoise.storage.sparse_weight import is_cleared
 
 # Costs that decide when torch's dense convolution is faster, in units of one weight of the dense convolution: an active
@@ -88,6 +88,7 @@ class PackedLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense weight, differentiable with respect to `values` and to the probe if one is open."""
+        check_index(self.index, math.prod(self.weight_shape))
         flat = self.values.new_zeros(math.prod(self.weight_shape))
         weight = flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
         probe = self._active_probe()
@@ -148,10 +149,7 @@ class PackedLayer(nn.Module):
             raise UserError(
                 f"index {tuple(index.shape)} and values {tuple(values.shape)} must be vectors of equal length"
             )
-        if index.numel() and not bool(
-            (index[1:] > index[:-1]).all() and index[0] >= 0 and index[-1] < math.prod(self.weight_shape)
-        ):
-            raise UserError("index must be ascending flat indices of the weight")
+        check_index(index, math.prod(self.weight_shape))
         self.index = index.to(torch.int32).clone()
         set_data(self.values, values.detach().to(torch.float32).clone())
         self.values.grad = None
@@ -199,14 +197,45 @@ class PackedLayer(nn.Module):
                 f"packed weights are float32 on cpu, not {values.dtype} on {values.device}; "
                 "convert the model with .float() and .cpu(), or use masked storage"
             )
+        if values.shape != self.index.shape:
+            raise UserError(f"{list(values.shape)} values do not fit {list(self.index.shape)} indices")
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Also load checkpoints with another number of active weights."""
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Also save the shape of the weight, in the metadata: `index` does not tell it."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]]["weight_shape"] = self.weight_shape
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """Also load checkpoints with another number of active weights.
+
+        Raises:
+            UserError: If the active weights are not those of a layer of this shape.
+        """
         values, index = (state_dict.get(prefix + name) for name in ("values", "index"))
-        if values is not None and index is not None and values.shape == index.shape != self.index.shape:
-            self.index = torch.empty_like(index, dtype=torch.int32)
-            set_data(self.values, torch.empty_like(values, dtype=torch.float32))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        try:
+            self._check_saved(values, index, local_metadata.get("weight_shape", self.weight_shape))
+        except UserError as error:
+            raise UserError(f'"{prefix[:-1] or type(self).__name__}" cannot be loaded: {error}') from None
+        if values is not None and index is not None:
+            state_dict[prefix + "index"] = index.to(torch.int32)
+            if index.shape != self.index.shape:
+                self.index = torch.empty_like(index, dtype=torch.int32)
+                set_data(self.values, torch.empty_like(values, dtype=torch.float32))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def _check_saved(self, values: Any, index: Any, weight_shape: Sequence[int]) -> None:
+        if tuple(weight_shape) != self.weight_shape:
+            raise UserError(f"it was saved from a weight of {tuple(weight_shape)}; this one has {self.weight_shape}")
+        if values is None and index is None:
+            return  # torch says what is missing
+        if not isinstance(values, Tensor) or not isinstance(index, Tensor):
+            raise UserError('active weights are two tensors, "values" and "index"')
+        if values.shape != index.shape or not values.is_floating_point():
+            raise UserError(f"{list(values.shape)} values of {values.dtype} do not fit {list(index.shape)} indices")
+        check_index(index, math.prod(self.weight_shape))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_patterns": [], "probe": None}
@@ -360,9 +389,13 @@ class BlockedBatchNorm(_BatchNorm):
         return operators.fused(x, how, self.weight, self.bias, running, residual)
 
     def check_channels(self, channels: int) -> None:
-        """Refuse another number of channels: the kernels read a mean and a variance for each channel unchecked."""
+        """Refuse another number of channels, and parameters or statistics of another length."""
         if channels != self.num_features:
             raise UserError(f"BatchNorm takes {self.num_features} channels, the input has {channels}")
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape != (channels,):
+                raise UserError(f"{name} of a BatchNorm of {channels} channels has the shape {list(tensor.shape)}")
 
     def _momentum(self) -> float:
         """Count this batch and return its weight in the running average."""

@@ -130,7 +130,17 @@ class EMA:
         return {"steps": self.steps, "values": self.values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the averages of a saved run; packed vectors may have another length."""
+        """Load the averages of a saved run, after its model: packed vectors may have another length.
+
+        Raises:
+            UserError: If an average does not have the shape of its parameter.
+        """
+        for name, parameter in self.parameters.items():
+            if (shape := state["values"][name].shape) != parameter.shape:
+                raise UserError(
+                    f'the average of "{name}" has the shape {list(shape)}, the model has {list(parameter.shape)}; '
+                    "load the state of the model first"
+                )
         self.steps = state["steps"]
         for name, value in self.values.items():
             if (saved := state["values"][name]).shape == value.shape:

@@ -89,6 +89,8 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
     for part, value in here.items():
         _check_like(state[part], value, part, topology.storage)
     _check_optimizer(trainer, state)
+    for part in ("model", "optimizer", "ema"):
+        _check_numbers(state[part], part)
     loaded: dict[str, Any] = {
         "model": parts.model,
         "optimizer": _optimizer(trainer),
@@ -136,27 +138,29 @@ def _check_fingerprint(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Non
 def _check_like(saved: Any, here: Any, path: str, storage: str) -> None:
     """Refuse a value that cannot replace the one in a trainer, and name it.
 
-    States grow in training: there is nothing to compare with `None`, with the length of a vector in packed storage, or
-    inside the entries of optimizer, topology and correction.
+    States grow in training: there is nothing to compare with `None` or with the length of a vector in packed storage,
+    and inside the entries of optimizer, topology and correction only kinds of values are compared.
     """
-    if saved is None or here is None:
+    if here is None or (saved is None and path == "ema"):
         return
+    if saved is None:
+        raise _misfit(f"it has no {path}")
     _check_kind(saved, here, path)
-    if path.startswith(("optimizer/", "topology/", "correction/")):
-        return
+    grows = path.startswith(("optimizer/", "topology/", "correction/"))
     if isinstance(here, Mapping):
         for key, value in here.items():
-            if key not in saved:
+            if key in saved:
+                _check_like(saved[key], value, f"{path}/{key}", storage)
+            elif not grows:
                 raise _misfit(f"it has no {path}/{key}")
-            _check_like(saved[key], value, f"{path}/{key}", storage)
     elif isinstance(here, list | tuple):
-        if len(saved) != len(here):
+        if len(saved) != len(here) and not grows:
             raise _misfit(f"{path} has {len(saved)} items instead of {len(here)}")
-        for i, value in enumerate(here):
-            _check_like(saved[i], value, f"{path}/{i}", storage)
-    elif isinstance(here, Tensor):
-        grows = storage == "packed" and here.dim() == 1
-        _check_shape(saved, torch.Size([torch.as_tensor(saved).numel()]) if grows else here.shape, path)
+        for i, (old, new) in enumerate(zip(saved, here, strict=False)):
+            _check_like(old, new, f"{path}/{i}", storage)
+    elif isinstance(here, Tensor) and not grows:
+        any_length = storage == "packed" and here.dim() == 1
+        _check_shape(saved, torch.Size([torch.as_tensor(saved).numel()]) if any_length else here.shape, path)
 
 
 def _check_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -164,8 +168,20 @@ def _check_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
     plain = plain_names(trainer.parts.model)
     for name, parameter in trainer.parts.model.named_parameters():
         for key, value in state["optimizer"].get(plain[id(parameter)], {}).items():
+            path = f"optimizer/{plain[id(parameter)]}/{key}"
+            if isinstance(value, Tensor) and not value.is_floating_point():
+                raise _misfit(f"{path} is of {value.dtype}")
             if isinstance(value, Tensor) and value.numel() != 1:
-                _check_shape(value, state["model"][name].shape, f"optimizer/{plain[id(parameter)]}/{key}")
+                _check_shape(value, state["model"][name].shape, path)
+
+
+def _check_numbers(saved: Any, path: str) -> None:
+    """Refuse NaN: training ends before it writes a checkpoint with NaN."""
+    if isinstance(saved, Mapping):
+        for key, value in saved.items():
+            _check_numbers(value, f"{path}/{key}")
+    elif isinstance(saved, Tensor) and bool(saved.isnan().any()):
+        raise _misfit(f"{path} has values that are not a number")
 
 
 def _check_shape(saved: Any, shape: torch.Size, path: str) -> None:
@@ -177,6 +193,8 @@ def _check_kind(saved: Any, here: Any, path: str) -> None:
     kind, expected = _kind(saved), _kind(here)
     if saved is not None and here is not None and kind != expected:
         raise _misfit(f"{path} is a {kind} instead of a {expected}")
+    if isinstance(here, int) and isinstance(saved, float):
+        raise _misfit(f"{path} is {saved} instead of a whole number")
 
 
 def _kind(value: Any) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from harness.campaign import Found, feed, kill, kill_pairs, until_a_signal, write_page
+from harness.campaign import Found, call_kernels, feed, kill, kill_pairs, run_threads, until_a_signal, write_page
 
 DESCRIPTION = """\
 Kill runs and feed wrong input. Everything is drawn from --seed, except the moments of kills from outside.
@@ -28,6 +28,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="number of runs to kill")
     parser.add_argument("--pairs", type=int, default=20, help="number of runs in two processes to kill")
     parser.add_argument("--inputs", type=int, default=10_000, help="number of wrong inputs")
+    parser.add_argument("--calls", type=int, default=3000, help="number of kernel calls under AddressSanitizer")
+    parser.add_argument("--threads", type=int, default=300, help="number of concurrent runs under ThreadSanitizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page", type=Path, help="the page to write")
     parser.add_argument("--overwrite", action="store_true", help="write the page even if stopped early")
@@ -38,7 +40,8 @@ def main() -> int:
     found = Found(asked.seed, environment=f"{datetime.now(UTC).date().isoformat()}, {versions}, one CPU core")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, until_a_signal(found):
-        for name, work in (("kills", kill), ("pairs", kill_pairs), ("inputs", feed)):
+        parts = {"kills": kill, "pairs": kill_pairs, "inputs": feed, "calls": call_kernels, "threads": run_threads}
+        for name, work in parts.items():
             if count := getattr(asked, name):
                 work(count, found, Path(folder) / name)
     found.seconds = time.monotonic() - started

@@ -26,6 +26,7 @@ from harness.file_kinds import FILES, write_run
 from harness.kills import Tally as Kills
 from harness.kills import kill_runs
 from harness.page import page
+from harness.sanitizers import Sanitized, missing, sanitize
 from harness.strategies import changed, changes, commands, numbers, overrides
 from train_helpers import tiny
 
@@ -48,13 +49,14 @@ class Found:
     alone: Kills = field(default_factory=Kills)
     pairs: Kills = field(default_factory=Kills)
     inputs: Tally = field(default_factory=Tally)
+    sanitized: Sanitized = field(default_factory=Sanitized)
     seconds: float = 0.0
     environment: str = ""
     cut_short: bool = False
 
     @property
     def failures(self) -> list[str]:
-        return [*self.alone.failures, *self.pairs.failures, *self.inputs.failures]
+        return [*self.alone.failures, *self.pairs.failures, *self.inputs.failures, *self.sanitized.failures]
 
 
 def generated(name: str, count: int, seed: int, folder: Path, tally: Tally) -> None:
@@ -137,6 +139,24 @@ def feed(count: int, found: Found, folder: Path) -> None:
         say(found)
 
 
+def call_kernels(count: int, found: Found, folder: Path) -> None:
+    """Make `count` calls of the kernels under AddressSanitizer and UBSan."""
+    _sanitize(found, folder, calls=count, runs=0)
+
+
+def run_threads(count: int, found: Found, folder: Path) -> None:
+    """Make `count` concurrent runs under ThreadSanitizer."""
+    _sanitize(found, folder, calls=0, runs=count)
+
+
+def _sanitize(found: Found, folder: Path, calls: int, runs: int) -> None:
+    if reason := missing():
+        found.sanitized.failures.append(f"sanitizers: {reason}")
+    else:
+        sanitize(calls, runs, found.seed, folder, found.sanitized)
+    say(found)
+
+
 def kill(count: int, found: Found, folder: Path) -> None:
     """Kill and resume `count` runs."""
     for found.alone in kill_runs(folder, count, found.seed):  # noqa: B020
@@ -152,7 +172,10 @@ def kill_pairs(count: int, found: Found, folder: Path) -> None:
 def say(found: Found) -> None:
     kills = found.alone.kills + found.pairs.kills
     runs, inputs = found.alone.runs + found.pairs.runs, sum(found.inputs.inputs.values())
-    print(f"{runs} runs, {kills.total()} kills, {inputs} inputs, {len(found.failures)} failures")
+    calls = found.sanitized.calls.total()
+    print(
+        f"{runs} runs, {kills.total()} kills, {inputs} inputs, {calls} kernel calls, {len(found.failures)} failures"
+    )
 
 
 class CutShort(BaseException):

@@ -34,6 +34,8 @@ def page(found: Found) -> str:
         "kills": kills.total(),
         "damages": found.alone.damages + found.pairs.damages,
         "inputs": f"{sum(found.inputs.inputs.values()):,}",
+        "sanitized": _table("sanitizer and kind of call", "calls", dict(found.sanitized.calls)),
+        "calls": f"{found.sanitized.calls.total():,}",
         "failures": len(found.failures),
         "minutes": f"{found.seconds / 60:.0f}",
         "cut": "\n\n**This campaign was stopped early.**" if found.cut_short else "",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -50,3 +52,50 @@ def test_loans_without_memory_are_dropped_in_silence(monkeypatch: pytest.MonkeyP
     del loan
     gc.collect()
     assert not seen
+
+
+MIB = 1 << 20
+
+
+def lend(count: int, columns: int = 128) -> list[torch.Tensor]:
+    """Tensors of 1 MiB each if `columns` is 128."""
+    return [arena.take((1, 1, 128, columns)) for _ in range(count)]
+
+
+def test_idle_memory_is_bounded_whatever_shapes_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "IDLE_BYTES", 4 * MIB)
+    monkeypatch.setattr(arena, "WINDOW", 10)
+    arena.clear()
+    lend(12)  # returned at once
+    for columns in range(128, 160):
+        lend(1, columns)
+        lend(1, columns)
+    assert 3 * MIB <= arena.idle_bytes() <= 4 * MIB
+
+
+def test_memory_that_was_lent_at_one_time_is_kept_for_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "IDLE_BYTES", MIB)
+    arena.clear()
+    first = {tensor.data_ptr() for tensor in (*lend(10), *lend(10, 136))}
+    assert 20 * MIB <= arena.idle_bytes() <= 22 * MIB
+    assert {tensor.data_ptr() for tensor in (*lend(10), *lend(10, 136))} == first
+
+
+def test_memory_is_never_lent_to_two_threads() -> None:
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for _ in range(300):
+            tensor = arena.take((1, 1, 4, int(torch.randint(1, 4, (), generator=generator))))
+            tensor.fill_(number)
+            time.sleep(0)
+            if not bool((tensor == number).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

@@ -246,3 +246,106 @@ def test_a_refusal_names_the_type_and_a_remedy(layer: nn.Module, kind: str) -> N
         pack(model, {"1.weight": torch.ones_like(model.get_parameter("1.weight")).bool()})
     assert kind in str(why_not(model, SET(sparsity=0.5)))
     assert isinstance(pack(model, SET(sparsity=0.5, exclude=("1",))).get_submodule("0"), PackedLayer)
+
+
+# -- states of other layers, and parameters of other types
+
+
+def first_layer(model: nn.Module) -> PackedLayer:
+    return next(module for module in model.modules() if isinstance(module, PackedLayer))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda s: {"0.index": s["0.index"] + 10**6}, r"index has 1000105; the weight has 108 elements"),
+        (lambda s: {"0.index": s["0.index"] - 50}, "index has -"),
+        (lambda s: {"0.index": s["0.index"].flip(0)}, "index must be ascending"),
+        (lambda s: {"0.index": s["0.index"] * 0}, "without duplicates"),
+        (lambda s: {"0.index": s["0.index"].float()}, "index must be a vector of int32 or int64"),
+        (lambda s: {"0.index": s["0.index"][:3]}, r"values of torch.float32 do not fit \[3\] indices"),
+        (lambda s: {"0.values": s["0.values"][:3]}, r"\[3\] values of torch.float32 do not fit"),
+        (lambda s: {"0.values": s["0.values"].long()}, "values of torch.int64 do not fit"),
+        (lambda s: {"0.values": 3}, "two tensors"),
+        (lambda s: {"0.values": None}, "two tensors"),
+        (lambda s: {"0.values": torch.ones(200), "0.index": torch.arange(200)}, "index has 199; the weight has 108"),
+    ],
+)
+def test_a_state_that_is_not_that_of_the_layer_is_refused(
+    change: Callable[[dict[str, Tensor]], dict[str, object]], told: str
+) -> None:
+    model = packed_model(linear())
+    state = model.state_dict()
+    with pytest.raises(UserError, match=rf'^"0" cannot be loaded: .*{told}') as raised:
+        model.load_state_dict({**state, **change(state)})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_a_state_of_a_wider_layer_is_refused(metadata: bool) -> None:
+    """The numbers of active weights are equal, so the values alone would fit."""
+    wide, narrow = (
+        pack(nn.Sequential(nn.Linear(4, n)), {"0.weight": torch.arange(4 * n).view(n, 4) % (n // 2) == 0})
+        for n in (64, 8)
+    )
+    state = wide.state_dict() if metadata else dict(wide.state_dict())
+    assert state["0.values"].shape == narrow.state_dict()["0.values"].shape
+    with pytest.raises(
+        UserError, match=r'^"0" cannot be loaded: (it was saved from a weight of \(64, 4\)|index has)'
+    ):
+        narrow.load_state_dict(state)
+
+
+def test_a_state_of_a_transposed_layer_is_refused() -> None:
+    """All indices are in range; only the metadata tells the shapes apart."""
+    one, other = (
+        pack(nn.Sequential(nn.Linear(*size, bias=False)), {"0.weight": torch.ones(size[::-1]).bool()})
+        for size in ((4, 6), (6, 4))
+    )
+    with pytest.raises(UserError, match=r"it was saved from a weight of \(6, 4\); this one has \(4, 6\)"):
+        other.load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_state_of_other_integers_and_floats_is_loaded(assign: bool) -> None:
+    model, x = packed_model(linear()), torch.rand(3, 12)
+    wanted = model(x)
+    state = {name: t.long() if name.endswith("index") else t.double() for name, t in model.state_dict().items()}
+    other = packed_model(linear())
+    other.load_state_dict(state, assign=assign)
+    assert first_layer(other).index.dtype == torch.int32
+    if assign:
+        with pytest.raises(UserError, match="packed weights are float32"):
+            other(x)
+        other.float()
+    torch.testing.assert_close(other(x), wanted)
+
+
+def test_an_index_that_was_changed_in_place_is_checked() -> None:
+    for density in (0.3, 1.0):
+        model = pack(linear(), {"0.weight": torch.arange(108).view(9, 12) < 108 * density})
+        first_layer(model).index[-1] = 10**6
+        with pytest.raises(UserError, match="index has 1000000; the weight has 108 elements"):
+            model(torch.rand(3, 12))
+
+
+@pytest.mark.parametrize("images", [2, 20])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_norms_of_other_types_are_refused_as_by_torch(dtype: torch.dtype, training: bool, images: int) -> None:
+    model = packed_model(convolutions()).train(training)
+    next(m for m in model.modules() if isinstance(m, BlockedBatchNorm)).to(dtype)
+    with pytest.raises(
+        UserError, match=rf"weight of the norm: packed layers compute with float32 on cpu, not {dtype}"
+    ):
+        model(torch.rand(images, 1, 8, 8))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_norms_of_another_length_are_refused(name: str, frozen: bool) -> None:
+    model = packed_model(convolutions())
+    norm = next(m for m in model.modules() if isinstance(m, BlockedBatchNorm))
+    getattr(norm, name).data = torch.ones(1)
+    with pytest.raises(UserError, match=rf"{name} of a BatchNorm of 8 channels has the shape \[1\]"):
+        (freeze(model) if frozen else model)(torch.rand(3, 1, 8, 8))

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -557,6 +558,8 @@ def test_what_may_change_is_accepted(tmp_path: Path) -> None:
         ("topology/layers", ..., "it has no topology/layers"),
         ("correction/statistics", {}, "correction has no '"),
         ("optimizer", {}, "it has no optimizer/"),
+        ("correction/counters", [None] * 4, "it has no correction/counters/0"),
+        ("topology/updates", 0.5, "topology/updates is 0.5 instead of a whole number"),
     ],
 )
 def test_a_state_of_another_shape_is_named(path: str, value: Any, told: str, storage: str) -> None:
@@ -576,6 +579,40 @@ def test_a_momentum_of_another_shape_is_named() -> None:
     wrong = changed(state, ["optimizer", name, "momentum_buffer"], torch.zeros(3))
     with pytest.raises(UserError, match=rf"optimizer/{name}/momentum_buffer has the shape \[3\] instead of "):
         trainer().load_state_dict(wrong)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "told"),
+    [
+        (("model", "layers.0.index"), lambda t: t + 10**6, '"layers.0" cannot be loaded: index has'),
+        (
+            ("model", "layers.0.values"),
+            lambda t: t * torch.nan,
+            "model/layers.0.values has values that are not a number",
+        ),
+        (("ema", "values", "layers.0.values"), lambda t: t[:3], 'the average of "layers.0.values" has the shape'),
+        (("ema", "values", "layers.0.values"), lambda t: t * torch.nan, "ema/values/layers.0.values has values"),
+        (
+            ("optimizer", "layers.0.weight", "momentum_buffer"),
+            lambda t: t.long(),
+            "momentum_buffer is of torch.int64",
+        ),
+        (("optimizer", "layers.0.weight", "momentum_buffer"), lambda t: t[:5], "momentum_buffer has the shape"),
+        (("optimizer", "layers.0.weight", "momentum_buffer"), lambda t: t * torch.nan, "momentum_buffer has values"),
+    ],
+)
+def test_a_packed_state_with_impossible_numbers_is_refused(
+    part: tuple[str, ...], change: Callable[[Tensor], Tensor], told: str
+) -> None:
+    """As in a file whose checksum is right and whose contents are wrong."""
+    made = trainer(storage="packed")
+    made.run_epoch()
+    state = value = made.state_dict()
+    for key in part:
+        value = value[key]
+    with pytest.raises(UserError, match=re.escape(told)) as raised:
+        trainer(storage="packed").load_state_dict(changed(state, list(part), change(value)))
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("state", [{}, {"model": 3}])

@@ -167,7 +167,7 @@ typedef struct {
     int64_t blocks, reach;
     float *dvalues, *dbias;
     int64_t width, tiles;
-    vec *sums; /* if threads divide the tiles: of every thread, one for each tap and each row */
+    vec *sums; /* one for each tap and each row; of every thread if threads divide the tiles */
 } grad_work;
 
 /* dot[k] += <dy tile, x tile at the offset of k>, lane by lane; lanes are summed once, at the end. */
@@ -239,17 +239,20 @@ static void grad_by_rows(const void *work, int part, int parts) {
     const int64_t rows = a->dy->c;
     const int64_t row = eq_split_rows(a->start, a->blocks, rows, part, parts);
     const int64_t end = eq_split_rows(a->start, a->blocks, rows, part + 1, parts);
-    vec *dbias = a->dbias ? eq_scratch((end - row) * sizeof(vec)) : NULL;
-    int64_t taps = 0;
-    for (int64_t b = 0; b < a->blocks; b++) taps += a->start[b * rows + end] - a->start[b * rows + row];
-    vec *dot = eq_scratch(taps * sizeof(vec)), *seen = dot;
+    int64_t before = 0, taps = 0; /* taps of the rows before these, and of these */
+    for (int64_t b = 0; b < a->blocks; b++) {
+        before += a->start[b * rows + row] - a->start[b * rows];
+        taps += a->start[b * rows + end] - a->start[b * rows + row];
+    }
+    vec *dot = a->sums + before, *seen = dot;
+    vec *dbias = a->dbias ? a->sums + (a->start[a->blocks * rows] - a->start[0]) + row : NULL;
+    memset(dot, 0, taps * sizeof(vec));
+    if (dbias) memset(dbias, 0, (end - row) * sizeof(vec));
     grad_tiles(a, 0, a->tiles, row, end, dot, dbias);
     for (int64_t b = 0; b < a->blocks; b++)
         for (int32_t k = a->start[b * rows + row]; k < a->start[b * rows + end]; k++)
             a->dvalues[a->order[k]] = sum(*seen++);
-    free(dot);
     for (int64_t r = row; dbias && r < end; r++) a->dbias[r] = sum(dbias[r - row]);
-    free(dbias);
 }
 
 /* Threads divide the tiles, for few taps: no activation is read twice. */
@@ -272,18 +275,22 @@ static void add_up(const grad_work *a, int parts) {
     }
 }
 
-void eq_conv_grad(const map *x, const map *dy, const tap *taps, const int32_t *start, const int32_t *order,
-                  int64_t blocks, int64_t reach, float *dvalues, float *dbias, int threads) {
+int eq_conv_grad(const map *x, const map *dy, const tap *taps, const int32_t *start, const int32_t *order,
+                 int64_t blocks, int64_t reach, float *dvalues, float *dbias, int threads) {
     const int64_t count = start[blocks * dy->c] - start[0], positions = dy->n * dy->h * dy->w;
     const int64_t width = tile_width(x, count, dy->c);
-    grad_work a = {x, dy, taps, start, order, blocks, reach, dvalues, dbias, width, (positions + width - 1) / width};
-    const int64_t room = (count + dy->c) * sizeof(vec);
-    if (threads <= 1 || room > CACHED_SUMS || a.tiles < 8 * threads) {
+    const int64_t tiles = (positions + width - 1) / width, room = (count + dy->c) * sizeof(vec);
+    const int by_rows = threads <= 1 || room > CACHED_SUMS || tiles < 8 * threads;
+    vec *sums = eq_scratch(by_rows ? room : room * threads);
+    if (!sums) return 1;
+    grad_work a = {x, dy, taps, start, order, blocks, reach, dvalues, dbias, width, tiles, sums};
+    if (by_rows) {
         eq_run(grad_by_rows, &a, threads);
-        return;
+    } else {
+        memset(sums, 0, room * threads); /* all of it: there may be fewer threads */
+        eq_run(grad_by_tiles, &a, threads);
+        add_up(&a, threads);
     }
-    a.sums = eq_scratch(room * threads);
-    eq_run(grad_by_tiles, &a, threads);
-    add_up(&a, threads);
-    free(a.sums);
+    free(sums);
+    return 0;
 }

@@ -17,7 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define EQ_ABI 1 /* raise with any change of a signature or struct, here and in library.py */
+#define EQ_ABI 2 /* raise with any change of a signature or struct, here and in library.py */
 #define LANES 16
 #ifndef STREAM_BYTES
 #define STREAM_BYTES (2 << 20)
@@ -87,6 +87,8 @@ typedef void (*job)(const void *work, int part, int parts);
 void eq_run(job work, const void *arguments, int threads);
 int eq_accumulators(void); /* vectors that a kernel can keep in registers, a power of two */
 int64_t eq_split_rows(const int32_t *start, int64_t blocks, int64_t rows, int part, int parts);
-void *eq_scratch(size_t bytes); /* zeroed and aligned to a cache line; release with free() */
+/* Not initialised, aligned to a cache line; NULL if there is no memory; release with free(). Functions that need
+ * scratch allocate it before they start threads, and return whether they ran out of memory. */
+void *eq_scratch(size_t bytes);
 
 #endif

@@ -30,10 +30,7 @@ void eq_run(job work, const void *arguments, int threads) {
 }
 
 void *eq_scratch(size_t bytes) {
-    const size_t rounded = (bytes + 127) / 64 * 64;
-    void *memory = aligned_alloc(64, rounded);
-    if (!memory) abort();
-    return memset(memory, 0, rounded);
+    return aligned_alloc(64, (bytes + 127) / 64 * 64);
 }
 
 int eq_accumulators(void) {
