@@ -8,6 +8,8 @@ export MPLBACKEND := Agg
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# without its dependency torchvision, which does not load next to the CPU build of torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm
 	touch $@
 
 demo: .venv/installed
@@ -25,13 +27,14 @@ format: .venv/installed
 types: .venv/installed
 	$(BIN)/mypy
 
-# One thread per worker: on two cores two test processes are faster than two threads in one.
+# One thread per worker: on two cores two test processes are faster than two threads in one. Tests of a group, which
+# import the same slow packages, run in one of them.
 test: .venv/installed lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 # Also the slow tests; hypothesis draws new examples in every run.
 test-all: .venv/installed lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not gpu' --hypothesis-profile random
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m 'not gpu' --hypothesis-profile random
 
 # Without .venv: torch and the other packages must be installed for $(PYTHON).
 test-gpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,3 +21,12 @@ def preserved_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training  # `train()` would also reach submodules with a mode of their own
+
+
+def transformers_conv1d() -> tuple[type[nn.Module], ...]:
+    """Return the type `Conv1D` of transformers, a linear layer whose weight has shape (inputs, outputs), as in GPT-2.
+
+    Empty if transformers is not loaded: then no model has such a layer.
+    """
+    kind = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return () if kind is None else (kind,)

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from equipoise.errors import UserError
 from equipoise.kernels.blocked import Blocked
-from equipoise.modules import preserved_modes
+from equipoise.modules import preserved_modes, transformers_conv1d
 from equipoise.storage.packed_modules import PackedLayer
 
 
@@ -161,6 +161,12 @@ def _linear(path: str, layer: nn.Linear, arguments: Arguments, output: Tensor) -
     yield _Product(f"{path}weight", "linear", layer.weight, 2 * layer.weight.numel() * uses)
 
 
+def _conv1d(path: str, layer: Any, arguments: Arguments, output: Tensor) -> Iterator[_Product]:
+    """A linear layer of transformers, whose weight has shape (inputs, outputs)."""
+    uses = output.numel() // layer.weight.shape[1]
+    yield _Product(f"{path}weight", "linear", layer.weight, 2 * layer.weight.numel() * uses)
+
+
 def _convolution(path: str, layer: nn.Conv2d, arguments: Arguments, output: Tensor) -> Iterator[_Product]:
     uses = output.numel() // layer.out_channels
     yield _Product(f"{path}weight", type(layer).__name__.lower(), layer.weight, 2 * layer.weight.numel() * uses)
@@ -220,7 +226,7 @@ def _hooked(model: nn.Module, record: Callable[[_Product], None]) -> Iterator[No
     handles = [
         listen(f"{name}." if name else "", module, rule)
         for name, module in model.named_modules()
-        for kinds, rule in RULES
+        for kinds, rule in (*RULES, (transformers_conv1d(), _conv1d))
         if isinstance(module, kinds)
     ]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
@@ -13,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.nn.utils.weight_norm import WeightNorm
 
 from equipoise.errors import UserError
+from equipoise.modules import transformers_conv1d
 
 Selector = str | type[nn.Module]
 Candidate = tuple[str, tuple[nn.Module, ...], nn.Parameter]  # name, enclosing modules (owner last), weight
@@ -65,8 +67,9 @@ def select(
 ) -> dict[str, nn.Parameter]:
     """Return the weights to make sparse, by parameter name, in the order of the model.
 
-    The default is every weight of `DEFAULT_TYPES`. Biases, norms, embeddings, weights tied to them and frozen weights
-    are never selected. A parametrized weight is not a parameter and stays dense, with a warning.
+    The default is every weight of `DEFAULT_TYPES` and of the `Conv1D` layers of transformers. Biases, norms,
+    embeddings, weights tied to them and frozen weights are never selected. A parametrized weight is not a parameter
+    and stays dense, with a warning.
 
     Args:
         model: The model.
@@ -84,9 +87,10 @@ def select(
     include, exclude = as_selectors(include), as_selectors(exclude)
     known = [*_candidates(model)]
     _check_selectors(known, [*include, *exclude])
+    types = DEFAULT_TYPES + transformers_conv1d()
 
     def wanted(name: str, inside: tuple[nn.Module, ...]) -> bool:
-        fits = _matches(name, inside, include) if include else isinstance(inside[-1], DEFAULT_TYPES)
+        fits = _matches(name, inside, include) if include else isinstance(inside[-1], types)
         return fits and not _matches(name, inside, exclude)
 
     taken = [(name, inside, weight) for name, inside, weight in known if wanted(name, inside)]
@@ -102,8 +106,23 @@ def select(
         if drop and names:
             chosen.pop(names[at], None)
     if not chosen:
-        raise UserError("no weight of the model is chosen to be sparse; widen include or narrow exclude")
+        raise UserError(_nothing_chosen(model, include or types, types))
     return chosen
+
+
+def _nothing_chosen(model: nn.Module, wanted: Sequence[Selector], types: tuple[type[nn.Module], ...]) -> str:
+    """Say which layers were looked for and which layers the model has."""
+    looked = ", ".join(f'"{selector}"' if isinstance(selector, str) else selector.__name__ for selector in wanted)
+    owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    counts = Counter((type(module).__name__, isinstance(module, types)) for module in owners)
+    found = ", ".join(
+        f"{count} {name}" + (" (frozen, excluded, kept dense or tied to an embedding)" if known else "")
+        for (name, known), count in counts.items()
+    )
+    return (
+        f"no weight of the model is chosen to be sparse: looked for {looked}; found {found or 'no parameters'}; "
+        'name weights of other layers with include, such as include="layers.*"'
+    )
 
 
 def _candidates(model: nn.Module) -> Iterator[Candidate]:

@@ -87,9 +87,13 @@ def own_generator(world: World, device: torch.device, images: int) -> torch.Gene
 
 def local_part(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a run's state that differs between processes."""
-    correction = state["correction"]
-    own = {key: correction[key] for key in OWN_CORRECTION} | {key: state[key] for key in OWN}
-    return dict(copy_state(own, torch.device("cpu")))
+    own = {key: state[key] for key in OWN}
+    return local_correction(state["correction"]) | copy_state(own, torch.device("cpu"))
+
+
+def local_correction(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a correction's state that differs between processes."""
+    return dict(copy_state({key: state[key] for key in OWN_CORRECTION}, torch.device("cpu")))
 
 
 def state_for_process(state: dict[str, Any], world: World) -> dict[str, Any]:
@@ -103,15 +107,31 @@ def state_for_process(state: dict[str, Any], world: World) -> dict[str, Any]:
         state: The saved state.
         world: The processes of this run.
     """
-    if world.alone and not state.get("others"):
+    others = state.get("others", [])
+    if world.alone and not others:
         return state
-    parts = [local_part(state), *state.get("others", [])]
+    parts = [local_part(state), *others]
     own = parts[world.rank % len(parts)]
     if len(parts) != world.size:
-        own |= {key: _mean([part[key] for part in parts]) for key in OWN_CORRECTION}
         own["meter"] = _total([part["meter"] for part in parts], world.leads)
-    correction = {**state["correction"], **{key: own[key] for key in OWN_CORRECTION}}
+    correction = correction_for_process(state["correction"], others, world)
     return {**state, "correction": correction, **{key: own[key] for key in OWN}}
+
+
+def correction_for_process(state: dict[str, Any], others: list[dict[str, Any]], world: World) -> dict[str, Any]:
+    """Return the state of a correction from which this process continues.
+
+    Args:
+        state: The state that the first process has saved.
+        others: What `local_correction` returned on the other processes.
+        world: The processes of this run.
+    """
+    parts = [local_correction(state), *others]
+    if len(parts) == world.size:
+        own = parts[world.rank]
+    else:
+        own = {key: _mean([part[key] for part in parts]) for key in OWN_CORRECTION}
+    return {**state, **{key: own[key] for key in OWN_CORRECTION}}
 
 
 def _mean(values: list[Any]) -> Any:

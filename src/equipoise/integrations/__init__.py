@@ -1,0 +1,1 @@
+"""Sparse training inside other frameworks: `lightning` (PyTorch Lightning) and `transformers` (Hugging Face)."""
