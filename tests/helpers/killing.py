@@ -128,6 +128,7 @@ def _set(moment: str, count: int) -> None:
         "after a line": (RunFolder, "append", _die),
         "after half a checkpoint": (checkpoint, "save_file", _halve),
         "before a checkpoint has its name": (checkpoint, "save_file", _die),
+        "before a file has its second name": (os, "link", None),  # a recipe, then each best checkpoint
         "before old checkpoints are gone": (Store, "paths", None),
         "before the result": (RunFolder, "finish", None),
     }
