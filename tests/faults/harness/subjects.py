@@ -79,7 +79,10 @@ class Study:
             assert_same_runs(run, folder / other / "work" / "s" / run.name)
 
     def stores(self, folder: Path, name: str) -> list[Path]:
-        return sorted((folder / name / "work").glob("s/*/checkpoints"))
+        """Those of unfinished jobs: a study does not read the others again."""
+        results = folder / name / "results" / "s"
+        runs = sorted((folder / name / "work" / "s").glob("*-seed0"))
+        return [run / "checkpoints" for run in runs if not (results / f"{run.name}.json").exists()]
 
 
 def _results(folder: Path) -> dict[str, Any]:
