@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
+from equipoise.shards import is_sharded
 
 T = TypeVar("T")
 
@@ -35,15 +36,22 @@ class World:
         self.device = torch.device(device)
         self._group = group
         self._raised = False
-        self._flags: Tensor | None = None
+        # On the device, at fixed addresses: a CUDA graph may hold the all-reduce.
+        self._own_flag: Tensor | None = None
+        self._mean_flag: Tensor | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> World:
-        """Return the processes of a `DistributedDataParallel` model; `ALONE` for any other model."""
+        """Return the processes of a `DistributedDataParallel` or sharded model; `ALONE` for any other model."""
         wrapper = data_parallel(model)
-        if wrapper is None:
+        sharded: Any = next((p for p in model.parameters() if is_sharded(p)), None)
+        if wrapper is not None:
+            group, device = wrapper.process_group, next(wrapper.parameters()).device
+        elif sharded is not None:
+            mesh, device = sharded.device_mesh, torch.device(sharded.device_mesh.device_type)
+            group = (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
+        else:
             return ALONE
-        group, device = wrapper.process_group, next(wrapper.parameters()).device
         return cls(dist.get_rank(group), dist.get_world_size(group), device, group)
 
     def __deepcopy__(self, _: Any) -> World:
@@ -59,26 +67,36 @@ class World:
         """Whether this process writes files and prints for all."""
         return self.rank == 0
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can capture the collectives: those of nccl, which launch work on the device only."""
+        return self.alone or dist.get_backend(self._group) == "nccl"
+
     def raise_flag(self) -> None:
         """Set `flag` on every process from the next `all_reduce_mean` on. One process can ask all to stop."""
         self._raised = True
+        if self._own_flag is not None:
+            self._own_flag.fill_(1)
 
     @property
     def flag(self) -> bool:
         """Whether any process had raised its flag before the last `all_reduce_mean`. Waits for a GPU."""
-        return self._flags is not None and bool(self._flags > 0)
+        return self._mean_flag is not None and bool(self._mean_flag > 0)
 
     def all_reduce_mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean of each tensor over the processes, by one all-reduce of one bucket."""
         if self.alone:
             return list(tensors)
         dtype = max((t.dtype for t in tensors), key=lambda d: torch.finfo(d).bits)
-        flag = torch.full((1,), float(self._raised), device=self.device)
-        parts = [tensor.detach().reshape(-1).to(self.device, dtype) for tensor in (*tensors, flag)]
+        if self._own_flag is None or self._mean_flag is None:
+            self._own_flag = torch.full((1,), float(self._raised), device=self.device)
+            self._mean_flag = torch.zeros_like(self._own_flag)
+        parts = [tensor.detach().reshape(-1).to(self.device, dtype) for tensor in (*tensors, self._own_flag)]
         bucket = torch.cat(parts)
         self._communicate(lambda: dist.all_reduce(bucket, group=self._group))
         bucket /= self.size
-        *means, self._flags = bucket.split([len(part) for part in parts])
+        *means, flag = bucket.split([len(part) for part in parts])
+        self._mean_flag.copy_(flag)
         return [mean.view(tensor.shape).to(tensor) for mean, tensor in zip(means, tensors, strict=True)]
 
     @torch.no_grad()
@@ -140,6 +158,8 @@ class World:
         try:
             collective()
         except RuntimeError as error:
+            if torch.cuda.is_current_stream_capturing():
+                raise  # the engine gives capturing up
             line = " ".join(str(error).split())[:200]
             raise UserError(f"another of the {self.size} processes has ended or does not respond: {line}") from None
 

@@ -26,7 +26,7 @@ from equipoise.training.processes import joined
 from equipoise.world import ALONE, World
 from train_helpers import tiny
 
-PATIENCE = 60  # seconds that any one task may take
+PATIENCE = 180  # seconds that any one task may take; the first one also waits for the processes to start
 
 Task = Callable[..., Any]
 

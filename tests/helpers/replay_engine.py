@@ -36,7 +36,7 @@ class ReplayEngine(FixedAddressEngine):
                 self._recorded[key]()
             self.replays += 1
         elif key in self._seen:
-            self._recorded[key] = make_fx(_with_output(function))()
+            self._recorded[key] = _waiting(make_fx(_with_output(function))())
         else:
             function()
             self._seen.add(key)
@@ -44,6 +44,20 @@ class ReplayEngine(FixedAddressEngine):
     def reset(self) -> None:
         self._seen.clear()
         self._recorded.clear()
+
+
+def _waiting(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Let a graph wait for its all-reduces, as the stream of a GPU does; a trace leaves the waiting out."""
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.c10d.allreduce_.default:
+            node.target = _all_reduce
+    graph.recompile()
+    return graph
+
+
+def _all_reduce(tensors: list[torch.Tensor], *_: object) -> tuple[list[torch.Tensor], None]:
+    torch.distributed.all_reduce(tensors[0])
+    return tensors, None
 
 
 def _with_output(function: Callable[[], None]) -> Callable[[], torch.Tensor]:

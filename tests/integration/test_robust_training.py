@@ -256,8 +256,7 @@ def test_random_starts_are_of_the_step_and_the_seed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("overrides", "passes"),
     [
-        (["correction=agent"], (20 + 3 + 3) / (20 + 3)),
-        (["correction=agent", "full_pass=clean"], (20 + 3 + 3 + 3 + 1) / (20 + 3)),
+        (["correction=agent"], (20 + 3 + 3 + 3 + 1) / (20 + 3)),
         (["correction=agent", "full_pass=adversarial"], (20 + 3 + 3 + 20 + 3 + 1) / (20 + 3)),
         (["correction=agent", "correction.mode=running"], (20 + 3 + 3) / (20 + 3)),
         (["correction=agent", "correction.mode=running", "objective=trades"], (20 + 6 + 6) / (20 + 6)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from equipoise.catalogue import Catalogue
 from equipoise.correction.agent import Agent, AgentNoGamma, AgentReducedRate, FixedC
-from equipoise.correction.coefficient import COEFFICIENTS, Fixed, Gradient, Linear, Loss
+from equipoise.correction.coefficient import COEFFICIENTS, AsPublished, Fixed, Gradient, Linear, Loss
 from equipoise.correction.correction import Correction
 from equipoise.correction.cost import CostEstimate
 from equipoise.correction.estimator import Estimator
@@ -27,6 +27,8 @@ CORRECTIONS: Catalogue[type[Estimator]] = Catalogue(
         "agent-mvr": AgentMVR,
         "saga": SAGA,
     },
+    group="corrections",
+    base=Estimator,
 )
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "AgentNoGamma",
     "AgentReducedRate",
     "AlphaSVRG",
+    "AsPublished",
     "Correction",
     "CostEstimate",
     "Estimator",

@@ -29,7 +29,11 @@ CoefficientChoice = str | Mapping[str, Any] | CoefficientOptions  # how users ch
 
 @dataclass(frozen=True)
 class Fixed(CoefficientOptions):
-    """A constant c = `value`; c = 1 is SVRG."""
+    """A constant c = `value`; c = 1 is SVRG.
+
+    Args:
+        value: c.
+    """
 
     value: float = 1.0
 
@@ -42,7 +46,11 @@ class Fixed(CoefficientOptions):
 
 @dataclass(frozen=True)
 class Linear(CoefficientOptions):
-    """c falls linearly from `start` to 0 over training (alpha-SVRG, Yin et al. 2023)."""
+    """c falls linearly from `start` to 0 over training (alpha-SVRG, Yin et al. 2023).
+
+    Args:
+        start: c at the start of training.
+    """
 
     start: float = 0.75
 
@@ -69,8 +77,7 @@ class Loss(CoefficientOptions):
     batch_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.smoothing <= 1:
-            raise UserError(f"smoothing={self.smoothing} must be between 0 and 1")
+        _check_smoothing(self.smoothing)
         if self.batch_fraction is not None and not 0 < self.batch_fraction <= 1:
             raise UserError(f"batch_fraction={self.batch_fraction} must be above 0 and at most 1")
 
@@ -100,14 +107,40 @@ class Gradient(CoefficientOptions):
         return GradientCoefficient(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AsPublished(CoefficientOptions):
+    """c of the published code of AGENT, for comparisons with it only: a schedule, not an estimate.
+
+    That code copies the model right before it compares the losses of model and copy, so ĉ is always 1 and
+    c = 1 - (1-α)^e in epoch e, counted from 0.
+
+    Args:
+        smoothing: α of the moving average of c.
+    """
+
+    smoothing: float = 0.3
+
+    def __post_init__(self) -> None:
+        _check_smoothing(self.smoothing)
+
+    def make(self) -> PublishedCoefficient:
+        return PublishedCoefficient(self)
+
+
 COEFFICIENTS: Catalogue[type[CoefficientOptions]] = Catalogue(
-    "coefficient", {"fixed": Fixed, "linear": Linear, "loss": Loss, "gradient": Gradient}
+    "coefficient",
+    {"fixed": Fixed, "linear": Linear, "loss": Loss, "gradient": Gradient, "as_published": AsPublished},
 )
 
 
 def _check_finite(name: str, value: float) -> None:
     if not math.isfinite(value):
         raise UserError(f"{name}={value} must be a finite number, such as 1")
+
+
+def _check_smoothing(smoothing: float) -> None:
+    if not 0 <= smoothing <= 1:
+        raise UserError(f"smoothing={smoothing} must be between 0 and 1")
 
 
 class Coefficient(Stateful):
@@ -178,6 +211,28 @@ class LossCoefficient(Coefficient):
 
     def report(self) -> dict[str, Tensor | float]:
         return {"c": self.c} if self.estimate is None else {"c": self.c, "c_hat": self.estimate}
+
+
+class PublishedCoefficient(Coefficient):
+    """c ← (1-α)c + α at every refresh but the first one, c₀ = 0."""
+
+    saved = ("c", "refreshes")
+
+    def __init__(self, options: AsPublished) -> None:
+        self._smoothing = options.smoothing
+        self.c = 0.0
+        self.refreshes = 0
+
+    def value(self, progress: float) -> Weight:
+        return self.c
+
+    def restart(self, layers: int) -> None:
+        if self.refreshes:
+            self.c = (1 - self._smoothing) * self.c + self._smoothing
+        self.refreshes += 1
+
+    def report(self) -> dict[str, Tensor | float]:
+        return {"c": self.c}
 
 
 class GradientCoefficient(Coefficient):

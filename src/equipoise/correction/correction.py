@@ -25,6 +25,7 @@ from equipoise.correction.probe import Decision, decide
 from equipoise.correction.snapshot import RandomState, without_trace
 from equipoise.correction.state import copy_state
 from equipoise.errors import UserError
+from equipoise.shards import is_sharded
 from equipoise.topology import Algorithm, Topology
 from equipoise.topology.attach_checks import kind_of
 from equipoise.world import World
@@ -64,14 +65,17 @@ class Correction:
         world: World | None = None,
         cost: float | None = None,
         gradients: Gradients | None = None,
+        bn_trace: bool = False,
     ) -> None:
         _check_arguments(estimator, model, topology)
+        _check_whole(model)
         self.estimator = estimator
         self.model = model
         self.topology = Topology.only(model, topology)
         self.total_steps = total_steps
         self.seed = seed
         self.cost = estimator.cost if cost is None else cost
+        self._bn_trace = bn_trace
         world = World.of(model) if world is None else world
         self.runner = Runner(model, self.topology, world, gradients or Gradients())
         self.coefficient = estimator.make_coefficient()
@@ -188,7 +192,7 @@ class Correction:
             self.estimate_cost(total).check(self.device)
         self.mode.start(vector, total if total >= 0 else None)
         if self.mode.full_pass:
-            with without_trace(self.model, self.device):
+            with without_trace(self.model, self.device, self._bn_trace):
                 self._full_pass.run(vector, batches, total, loss_fn, self.refreshes)
             self.mode.end_full_pass()
 
@@ -224,6 +228,7 @@ class Correction:
             UserError: With `replay`, the batch is not the one that `refresh` was given for this step. Values on a GPU
                 are compared without waiting for it: the next `refresh`, `report` or `state_dict` raises the error.
         """
+        _check_whole(self.model)
         self._begin_step(scale)
         if not self.corrects_next_step:
             loss = self.runner.backward(loss_fn, batch, scale)
@@ -353,6 +358,14 @@ class Correction:
         self._step.statistics.load_state_dict(state["statistics"])
         self._step.loss_pairs = [(new, old) for new, old in state["loss_pairs"]]
         self.decision = None if state["decision"] is None else Decision(*state["decision"])
+
+
+def _check_whole(model: nn.Module) -> None:
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise UserError(
+            "a correction keeps old gradients of whole parameters, which fully_shard does not support; "
+            "use DistributedDataParallel"
+        )
 
 
 def _check_arguments(estimator: Estimator, model: object, topology: object) -> None:

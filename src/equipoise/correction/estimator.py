@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from torch import nn
 
@@ -112,6 +112,7 @@ class Estimator:
         world: World | None = None,
         cost: float | None = None,
         gradients: Gradients | None = None,
+        bn_trace: bool = False,
     ) -> Correction:
         """Attach the correction to a model and to the active weights of its topology.
 
@@ -123,10 +124,13 @@ class Estimator:
             world: The processes that train the model together; by default those of DistributedDataParallel.
             cost: Passes per epoch relative to SGD, if a step of the loop is more than one forward and backward pass.
             gradients: Runs the passes and holds the gradients; by default `.grad` of the parameters.
+            bn_trace: Leave the BatchNorm statistics of the full pass in the model, as the published code of AGENT does.
+                For comparisons with it only: the model is then scored with other statistics than one without AGENT.
         """
         from equipoise.correction.correction import Correction
 
-        return Correction(self, model, topology, total_steps, seed, world=world, cost=cost, gradients=gradients)
+        options: dict[str, Any] = {"world": world, "cost": cost, "gradients": gradients, "bn_trace": bn_trace}
+        return Correction(self, model, topology, total_steps, seed, **options)
 
     def make_coefficient(self) -> Coefficient:
         """Make the running coefficient of one training."""

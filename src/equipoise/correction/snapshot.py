@@ -128,17 +128,18 @@ def _swap(live: dict[str, Tensor], values: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+def without_trace(model: nn.Module, device: torch.device, bn_trace: bool = False) -> Iterator[None]:
     """Restore the buffers of the model and the global random number generators after the block.
 
-    The generators of Python and numpy are restored too: a user's augmentation may draw from them.
+    The generators of Python and numpy are restored too: a user's augmentation may draw from them. With `bn_trace` the
+    buffers keep what the block did to them, as in the published code of AGENT.
     """
     torch_random, python_random, numpy_random = (
         RandomState(device),
         random.getstate(),
         np.random.get_state(),  # noqa: NPY002
     )
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not bn_trace]
     try:
         yield
     finally:

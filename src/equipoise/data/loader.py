@@ -109,11 +109,11 @@ class Loader:
         """Number of batches per epoch."""
         return len(self.order)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, beginning with batch `start`."""
+    def epoch(self, epoch: int, start: int = 0, raw: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch, beginning with batch `start`; `raw` leaves out the augmentation."""
         self.order.check(start, extra=1)
         drawn = self.drawn(epoch)
-        return (self._batch(drawn, i) for i in range(start, len(self)))
+        return (self._batch(drawn, i, raw) for i in range(start, len(self)))
 
     def batch(self, epoch: int, i: int) -> tuple[Tensor, Tensor]:
         """Batch i of an epoch, bit-equal to the one that `epoch` yields."""
@@ -144,21 +144,23 @@ class Loader:
         self._start.fill_(part.start)
         return part.stop - part.start
 
-    def assemble(self, size: int, function: Assemble = assemble) -> tuple[Tensor, Tensor]:
+    def assemble(self, size: int, function: Assemble = assemble, raw: bool = False) -> tuple[Tensor, Tensor]:
         """Build the batch that the loader points at, bit-equal to the one that `batch` returns.
 
         Args:
             size: Number of images, as returned by `place`.
             function: `assemble` or a compiled version of it.
+            raw: Leave out the augmentation.
         """
         if not self._placed:
             raise UserError("the loader points at no batch; call place(epoch, i) before assemble(size)")
-        return self._assembled(self._placed, self._start, size, function)
+        return self._assembled(self._placed[:1] if raw else self._placed, self._start, size, function)
 
-    def _batch(self, drawn: Epoch, i: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, drawn: Epoch, i: int, raw: bool = False) -> tuple[Tensor, Tensor]:
         part = drawn.plan.part(i)
         start = torch.full_like(self._start, part.start)  # torch.tensor(...) would synchronise with the host
-        return self._assembled(drawn.tensors, start, part.stop - part.start, assemble)
+        tensors = drawn.tensors[:1] if raw else drawn.tensors
+        return self._assembled(tensors, start, part.stop - part.start, assemble)
 
     def _assembled(
         self, tensors: Sequence[Tensor], start: Tensor, size: int, function: Assemble

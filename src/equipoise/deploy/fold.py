@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.errors import UserError
+from equipoise.storage.trace import read
 
 NO_EPS = torch.finfo(torch.float32).tiny  # 1 + this is 1; some versions of torch do not take 0
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d
@@ -46,10 +47,10 @@ def fold(model: nn.Module) -> dict[str, str]:
 
 def foldable(model: nn.Module) -> dict[str, str]:
     """Return the norms that alone read a convolution or linear layer, and that layer, by name."""
-    try:
-        nodes = list(fx.symbolic_trace(model).graph.nodes)
-    except Exception:  # a forward may raise anything on symbolic values; such a model keeps its norms
+    reading = read(model)
+    if reading is None or reading.has_hooks():
         return {}
+    nodes = list(reading.graph.nodes)
     calls = Counter(str(node.target) for node in nodes if node.op == "call_module")
     found = {}
     for node in nodes:

@@ -6,18 +6,21 @@ import copy
 import math
 from collections import OrderedDict
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from equipoise.deploy.program import Program, supports
+from equipoise.kernels import boundary
 from equipoise.kernels.blocked import as_float32, from_blocked, to_blocked
 from equipoise.kernels.library import LANES, available
-from equipoise.storage.pack import trace
-from equipoise.storage.packed_model import BLOCKED
+from equipoise.storage.blocked_graph import BLOCKED, blocked_graph
+from equipoise.storage.pack import dense_layers, use_blocked_norms
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
+from equipoise.storage.shortcut import Plan, Run, Shortcut
+from equipoise.storage.trace import Reading, read
 
 FEW = 8  # fewer images run faster plane by plane than side by side
 # Limits of the images that run through the whole network together. Many images share large steps and wake threads
@@ -34,24 +37,28 @@ def freeze(model: nn.Module) -> nn.Module:
         model: A packed model; it is not changed.
 
     Returns:
-        A `Frozen` model. If the kernels are not available, or the model leaves the blocked layout between two packed
-        layers, a copy of the model in eval mode.
+        A copy of the model in eval mode. It runs on programs of kernel steps (`is_frozen`) if the kernels are available
+        and the model stays in the blocked layout between its packed layers.
     """
-    if isinstance(model, Frozen):
+    if is_frozen(model):
         return model
     model = copy.deepcopy(model).eval().requires_grad_(False)
-    if not available():
-        return model
-    # a forward that reads `self.training` or uses no_grad cannot be traced for training, but inference has one mode
-    with torch.no_grad():
-        traced = model if isinstance(model, fx.GraphModule) else trace(copy.deepcopy(model), modes=(False,))
-    parts = None if traced is None else _parts(traced)
-    return model if traced is None or parts is None else Frozen(traced, *parts)
+    reading = read(model) if available() else None
+    if reading is not None:
+        use_blocked_norms(reading)
+        if _parts(blocked_graph(reading.graph, model, dense_layers(model)), model) is not None:
+            model.forward = Frozen(model)
+    return model
 
 
-def _parts(model: fx.GraphModule) -> tuple[list[Node], list[Node], list[Node]] | None:
+def is_frozen(model: nn.Module) -> bool:
+    """Return whether a model runs on programs of kernel steps."""
+    return isinstance(vars(model).get("forward"), Frozen)
+
+
+def _parts(graph: fx.Graph, model: nn.Module) -> tuple[list[Node], list[Node], list[Node]] | None:
     """Nodes before, in and after the blocked stretch; `None` if there is not exactly one stretch."""
-    nodes = list(model.graph.nodes)
+    nodes = list(graph.nodes)
     inside = [node for node in nodes if node.target is to_blocked or _is_blocked(node, model)]
     ends = [node for node in nodes if node.target is from_blocked]
     begins = [node for node in inside if node.target is to_blocked]
@@ -75,48 +82,53 @@ def _is_blocked(node: Node, model: nn.Module) -> bool:
     return packed and inputs[0].target is not from_blocked
 
 
-class Frozen(nn.Module):
-    """A packed model as programs, one per input shape and number of images, built when first needed.
+class Frozen(Shortcut):
+    """The forward of a frozen model."""
+
+    def compile(self, reading: Reading, tokens: frozenset[str]) -> Run | None:
+        parts = _parts(blocked_graph(reading.graph, self.module, tokens | dense_layers(self.module)), self.module)
+        return None if parts is None or self.module.training else Stretch(self.module, *parts)
+
+    def is_current(self, plan: Plan) -> bool:
+        return super().is_current(plan) and cast(Stretch, plan.run).has_present_weights()
+
+
+class Stretch:
+    """A graph with one blocked stretch. It runs as programs, one per input shape and number of images.
 
     Any number of threads may call one model at the same time. Each call that runs at the same time has separate
     buffers. The 16 programs that were used last are kept (`MOST_PROGRAMS`). A program keeps one set of buffers for
     each call that ran at the same time, at most one for each core.
     """
 
-    def __init__(self, model: fx.GraphModule, before: list[Node], inside: list[Node], after: list[Node]) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(self, model: nn.Module, before: list[Node], inside: list[Node], after: list[Node]) -> None:
+        self._model = model
         self._before, self._inside, self._after = before, inside, after
-        self._placeholders = [node for node in before if node.op == "placeholder"]
         self._dims = {dims for dims in (2, 3, 4) if supports(inside, model, dims)}
         # No lock, which a forked child could wait for in vain: single operations of an OrderedDict are atomic.
         self._programs: OrderedDict[tuple[int, ...], Program] = OrderedDict()
+        called = [model.get_submodule(str(node.target)) for node in inside if node.op == "call_module"]
+        self._tensors = [tensors for module in called for tensors in (module._parameters, module._buffers)]
+        self._weights = self._present_weights()
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._programs.clear()  # they have copies of the weights
-        return super()._apply(*args, **kwargs)
+    def has_present_weights(self) -> bool:
+        """Whether the weights are still those that the programs copied."""
+        return self._weights == self._present_weights()
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self._programs.clear()
-        super()._load_from_state_dict(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return freeze, (self.model,)  # a copy builds other programs
+    def _present_weights(self) -> list[tuple[int, int]]:
+        return boundary.versions(t for tensors in self._tensors for t in tensors.values() if t is not None)
 
     @torch.no_grad()
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        if named or len(inputs) != len(self._placeholders):
-            return self.model(*inputs, **named)  # it knows names and defaults
-        values: dict[Node, Any] = dict(zip(self._placeholders, inputs, strict=True))
-        for node in self._before:
-            if node.op != "placeholder":
-                values[node] = _evaluate(node, values, self.model)
+    def __call__(self, model: nn.Module, given: Tensor) -> Any:
+        values: dict[Node, Any] = {self._before[0]: given}
+        for node in self._before[1:]:
+            values[node] = _evaluate(node, values, model)
         x = as_float32(values[self._inside[0].args[0]])  # type: ignore[index]
         if x.dim() not in self._dims:
-            return self.model(*inputs)  # its layers reshape the input or say what is wrong with it
+            return type(model).forward(model, given)  # the layers reshape the input or say what is wrong with it
         values[self._after[0]] = self._run(x)
         for node in self._after[1:]:
-            values[node] = _evaluate(node, values, self.model)
+            values[node] = _evaluate(node, values, model)
         return values[self._after[-1]]
 
     def _run(self, x: Tensor) -> Tensor:
@@ -132,7 +144,7 @@ class Frozen(nn.Module):
         key = (blocks, lanes, *shape)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs.setdefault(key, Program(self._inside, self.model, shape, blocks, lanes))
+            program = self._programs.setdefault(key, Program(self._inside, self._model, shape, blocks, lanes))
         with suppress(KeyError):  # another thread may have removed it
             self._programs.move_to_end(key)
             while len(self._programs) > MOST_PROGRAMS:

@@ -42,7 +42,7 @@ class _Memory:
         self.key = key
         whole = _whole(key)
         tensor = zeros(math.prod(whole)).view(whole)
-        self.nbytes, self.steps = tensor.nbytes, tensor.stride()
+        self.nbytes, self.steps = _nbytes(key), tensor.stride()
         _, (rows, columns) = key
         self.start = rows * self.steps[2] + columns * self.steps[3]
         self.array = tensor.numpy()  # keeps the memory alive
@@ -53,6 +53,10 @@ def _whole(key: Key) -> tuple[int, ...]:
     """Shape of a buffer with its border."""
     (blocks, channels, height, width), (rows, columns) = key
     return blocks, channels, height + 2 * rows, width + 2 * columns, LANES
+
+
+def _nbytes(key: Key) -> int:
+    return math.prod(_whole(key)) * FLOAT
 
 
 class _Store:
@@ -71,7 +75,7 @@ class _Store:
             self._loans += 1
             if self._loans % WINDOW == 0:
                 self._last_peak, self._peak = self._peak, 0
-            self._lent += math.prod(_whole(key)) * FLOAT
+            self._lent += _nbytes(key)
             self._peak = max(self._peak, self._lent)
             if not (waiting := self._waiting.get(key)):
                 return None
@@ -91,7 +95,7 @@ class _Store:
     def cancel(self, key: Key) -> None:
         """Count a loan no longer, for which there was no memory."""
         with self._lock:
-            self._lent -= math.prod(_whole(key)) * FLOAT
+            self._lent -= _nbytes(key)
 
     def clear(self) -> None:
         """Return idle memory to the system."""
@@ -160,7 +164,7 @@ def take(shape: Shape, border: Border = NO_BORDER) -> Tensor:
         MemoryError: If there is no memory.
     """
     store, key = _store, (shape, border)
-    if not math.prod(_whole(key)):
+    if not _nbytes(key):
         return torch.empty(*shape, LANES)
     memory = store.find(key) or _new_memory(store, key)
     lent = torch.from_numpy(np.asarray(_Loan(memory, store)))

@@ -148,3 +148,8 @@ def _check_inside(tensor: Tensor, first: int, last: int, name: str) -> None:
     start = tensor.storage_offset()
     if start + first < 0 or (start + last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes():
         raise UserError(f"a kernel would leave the memory of {name}, which has the shape {list(tensor.shape)}")
+
+
+def versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return a list that changes if a tensor gets other memory or is written to."""
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes.util
 import hashlib
-import importlib.machinery
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("c")
+NAME = "_kernels.so"  # of the library that is built with the package
 # OpenMP is compiled in but not linked: its symbols come from the runtime that torch has loaded (see library.py),
 # so that the process has one pool of threads.
 FLAGS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
@@ -25,7 +25,7 @@ class Unavailable(RuntimeError):
 
 
 def find() -> Path:
-    """Return the path of the library: `$EQUIPOISE_KERNELS`, the installed extension, or the cached build.
+    """Return the path of the library: `$EQUIPOISE_KERNELS`, the one built with the package, or the cached build.
 
     Raises:
         Unavailable: If the kernels are switched off or cannot be compiled.
@@ -39,12 +39,9 @@ def find() -> Path:
 
 
 def installed() -> Path | None:
-    """Return the extension `equipoise.kernels._kernels`, or `None` if the package was built without a compiler."""
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name("_kernels" + suffix)
-        if path.exists():
-            return path
-    return None
+    """Return the library that was built with the package, or `None` if there was no compiler."""
+    path = Path(__file__).with_name(NAME)
+    return path if path.exists() else None
 
 
 def compiled() -> Path:

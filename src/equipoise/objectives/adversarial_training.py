@@ -54,12 +54,12 @@ class AdversarialTraining(AdversarialObjective):
         logits = model(adversarial)
         loss = F.cross_entropy(at_least_float32(logits), y)
         for x in clean:
-            clean_loss = F.cross_entropy(at_least_float32(_without_statistics(model, x)), y)
+            clean_loss = F.cross_entropy(at_least_float32(without_statistics(model, x)), y)
             loss = torch.lerp(loss, clean_loss, self.clean_fraction)
         return loss, logits
 
 
-def _without_statistics(model: Classifier, x: Tensor) -> Tensor:
+def without_statistics(model: Classifier, x: Tensor) -> Tensor:
     """Logits of `x`, computed on a copy of the running statistics.
 
     Restoring the statistics in place instead would invalidate tensors that the backward pass needs.

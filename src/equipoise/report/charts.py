@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from equipoise.scores import SCORES
+from equipoise.scores import ALL_SCORES
 from equipoise.studies.compare import AXES, Spread, cost_per_epoch, curve, spread
 from equipoise.studies.results import Epoch, Result, Study
 
@@ -17,7 +17,7 @@ Chart = dict[str, Any]
 def charts_of(study: Study) -> list[Chart]:
     """Return every chart that a study has data for."""
     split = next((r.epochs[-1].split for rs in study.results.values() for r in rs), "test")
-    accuracy = {label: _entry("scores", score) for score, label in SCORES.items()}
+    accuracy = {label: _entry("scores", score) for score, label in ALL_SCORES.items()}
     correction = {"c": "c", "ĉ": "c_hat", "weight γc": "weight", "variance left": "variance_left"}
     training = {"loss": "train_loss", "explored": "exploration", "density": "density"}
     measured = {"correlation": "correlation", "c*": "c_star", "ĉ": "c_hat", "variance": "variance"}

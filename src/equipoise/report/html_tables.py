@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from equipoise.report.markup import Markup, join, table, tag
-from equipoise.report.words import UNKNOWN, gain_of, number, p_value, plural, value_of
-from equipoise.scores import SCORES
+from equipoise.report.words import UNKNOWN, difference, gain_of, number, p_value, plural, value_of
+from equipoise.scores import ALL_SCORES, SCORES
 from equipoise.studies.compare import (
     AXES,
     Axis,
@@ -16,16 +16,16 @@ from equipoise.studies.compare import (
     at_equal,
     budgets,
     cost_per_epoch,
-    paired_p,
     position,
     spread,
     spread_of,
 )
-from equipoise.studies.metrics import LOWER_IS_BETTER, METRICS, WINDOW
+from equipoise.studies.inference import welch
+from equipoise.studies.metrics import METRICS, WINDOW
 from equipoise.studies.results import Claim, Question, Result, Study
-from equipoise.studies.verdict import LEVEL, Verdict, count_significant
+from equipoise.studies.verdict import Verdict
 
-SIGNS = {"holds": "✓", "holds in part": "≈", "does not hold": "✗", "not run": "·"}
+SIGNS = {"supported": "✓", "contradicted": "✗", "not supported": "=", "inconclusive": "?", "not tested": "·"}
 Cell = Callable[[Sequence[Result]], str]  # of an arm
 UNFINISHED = "†"
 EQUAL: dict[Axis, str] = {"epochs": "epochs", "evaluations": "gradient evaluations", "seconds": "time"}
@@ -38,14 +38,8 @@ UNITS: dict[Axis, str] = {"epochs": "", "evaluations": " epochs of SGD", "second
 def tallies(verdicts: Sequence[Verdict]) -> Markup:
     """Return the number of claims with each verdict."""
     count: Counter[str] = Counter(verdict.word for verdict in verdicts)
-    sure = f", {count_significant(verdicts) or 'none'} with p\xa0<\xa0{LEVEL}" if count["holds"] else ""
     boxes = [
-        tag(
-            "li",
-            tag("b", str(count[word])),
-            tag("span", f"{sign} {word}{sure if word == 'holds' else ''}"),
-            class_=f"{_class(word)} tally",
-        )
+        tag("li", tag("b", str(count[word])), tag("span", f"{sign} {word}"), class_=f"{_class(word)} tally")
         for word, sign in SIGNS.items()
     ]
     return tag("ul", boxes, class_="tallies")
@@ -53,9 +47,14 @@ def tallies(verdicts: Sequence[Verdict]) -> Markup:
 
 def claim_item(claim: Claim, verdict: Verdict) -> Markup:
     """Return a list item with the verdict, the claim and the numbers."""
-    badge = tag("span", f"{SIGNS[verdict.word]} {verdict.word}", class_=f"badge {_class(verdict.word)}")
+    badge = badge_of(verdict.word)
     says = tag("p", claim.says, class_="says")
     return tag("li", badge, tag("div", says, tag("p", _evidence(claim, verdict), class_="evidence")), class_="claim")
+
+
+def badge_of(word: str) -> Markup:
+    """Return a verdict with its sign and colour."""
+    return tag("span", f"{SIGNS[word]} {word}", class_=f"badge {_class(word)}")
 
 
 def _class(word: str) -> str:
@@ -63,26 +62,17 @@ def _class(word: str) -> str:
 
 
 def _evidence(claim: Claim, verdict: Verdict) -> Markup:
-    if verdict.gain is None:  # not run, or every seed of an arm diverged
+    if verdict.better is None or verdict.than is None:  # not tested, or every run of an arm diverged
         return join([verdict.why])
     parts: list[str] = [
         join([claim.better, " ", tag("b", value_of(claim.metric, verdict.better))]),
         join([claim.than, " ", tag("b", value_of(claim.metric, verdict.than))]),
-        _difference(claim, verdict.gain),
+        difference(claim.metric, verdict.gain, verdict.effect),
     ]
-    if verdict.reduction is not None:
-        parts.append(f"reduction {number(verdict.reduction, 1)} %")
-    parts += [f"p = {p_value(verdict.p)}".replace("= <", "<")] if verdict.p is not None else []
-    parts += [plural(verdict.gain.count, "seed"), in_words(claim), *filter(None, [verdict.why])]
+    parts += [f"p = {p_value(verdict.effect.p)}".replace("= <", "<")] if verdict.effect is not None else []
+    counts = dict.fromkeys((verdict.better.count, verdict.than.count))
+    parts += [f"{' and '.join(map(str, counts))} runs", in_words(claim), *filter(None, [verdict.why])]
     return join([item for part in parts for item in (part, Markup(' <span class="dot">·</span> '))][:-1])
-
-
-def _difference(claim: Claim, gain: Spread) -> str:
-    """Format a difference: `+0.35 points`, or `0.50 points less` if lower is better."""
-    text = gain_of(claim.metric, gain)
-    if claim.metric not in LOWER_IS_BETTER or text == UNKNOWN:
-        return text
-    return f"{text.lstrip('+−')} {'less' if gain.mean > 0 else 'more'}" if gain.mean else "no difference"
 
 
 def in_words(asked: Question) -> str:
@@ -90,7 +80,7 @@ def in_words(asked: Question) -> str:
     metric = asked.metric
     words = [metric if metric != "epochs-to" else f"epochs to {number(100 * (asked.threshold or 0))} %"]
     words += [f"epoch {asked.at}"] if asked.at is not None else []
-    words += [SCORES.get(asked.score, asked.score)] if asked.score != "plain" else []
+    words += [ALL_SCORES.get(asked.score, asked.score)] if asked.score != "plain" else []
     if isinstance(asked, Claim) and asked.margin:
         words.append(f"up to {gain_of(metric, Spread(asked.margin, None, 1)).lstrip('+')} worse counts as maintained")
     return ", ".join(words)
@@ -127,14 +117,14 @@ def _accuracy_at(reached: dict[int, Reached]) -> str:
 
 
 def _against(reached: dict[str, dict[int, Reached]], arm: str, baseline: str) -> str:
-    """Format the difference from the first arm over the seeds that both have, with the p of the paired test."""
+    """Format the difference from the first arm over the seeds that both have, with the p of Welch's test."""
     seeds = sorted(set(reached[arm]) & set(reached[baseline]))
     if not all(reached[arm][seed].is_comparable(reached[baseline][seed]) for seed in seeds):
         return UNKNOWN
     ours, theirs = ([reached[name][seed].accuracy for seed in seeds] for name in (arm, baseline))
     gain = spread([a - b for a, b in zip(ours, theirs, strict=True)])
-    p = paired_p(ours, theirs)
-    return gain_of("accuracy", gain, unit=False) + ("" if p is None else f" ({p_value(p)})")
+    effect = welch(ours, theirs)
+    return gain_of("accuracy", gain, unit=False) + ("" if effect is None else f" ({p_value(effect.p)})")
 
 
 def _budget(study: Study, axis: Axis) -> str:

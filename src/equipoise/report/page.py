@@ -12,13 +12,15 @@ from pathlib import Path
 from equipoise.errors import UserError
 from equipoise.files import write_whole
 from equipoise.report.charts import Chart, charts_of
-from equipoise.report.html_tables import arms_table, claim_item, comparison_table, paper_table, tallies
+from equipoise.report.html_tables import arms_table, badge_of, claim_item, comparison_table, paper_table, tallies
 from equipoise.report.markup import Markup, embedded_json, join, raw, tag
+from equipoise.report.six_claims import judge_claims
+from equipoise.report.waterfall import PAPER, draw, waterfall
 from equipoise.report.words import UNTIMED, plural
 from equipoise.studies.metrics import WINDOW
 from equipoise.studies.reading import read_results
 from equipoise.studies.results import Reading, Result, Study
-from equipoise.studies.verdict import judge
+from equipoise.studies.verdict import FEWEST, judge
 
 
 def write_report(folder: Path, out: Path) -> Reading:
@@ -55,13 +57,14 @@ def make_page(reading: Reading, name: str) -> str:
         tag("title", f"{title} · equipoise"),
         raw("style", style),
     )
+    sections = [_study(i, study, charts[i], len(reading.studies) == 1) for i, study in enumerate(reading.studies)]
+    claims = _claims(reading.studies)
     body = tag(
         "body",
         _masthead(reading, title),
         tag(
             "main",
-            _claims(reading.studies),
-            [_study(i, study, charts[i], len(reading.studies) == 1) for i, study in enumerate(reading.studies)],
+            [six, *sections, claims] if (six := _six_claims(reading.studies)) else [claims, *sections],
             _problems(reading.problems),
             _method(),
         ),
@@ -108,14 +111,40 @@ def _environments(results: Sequence[Result]) -> list[str]:
     return [*found, *([" to ".join(dict.fromkeys((days[0], days[-1])))] if days else [])]
 
 
+def _six_claims(studies: Sequence[Study]) -> Markup:
+    """Return the paper's six claims with the main setting of each, and the waterfall; empty if none was tested."""
+    by_name = {study.name: study for study in studies}
+    judged = [claim for claim in judge_claims(by_name) if claim.main.plain.word != "not tested"]
+    if not judged:
+        return Markup("")
+    items = [
+        tag(
+            "li",
+            badge_of(claim.main.plain.word),
+            tag("div", tag("p", claim.claim.says, class_="says"), tag("p", claim.sentence, class_="evidence")),
+            class_="claim",
+        )
+        for claim in judged
+    ]
+    published = by_name.get("published")
+    found = [each for at in PAPER if published is not None and (each := waterfall(published, at)) is not None]
+    figures = [join([tag("h3", "Why the paper saw gains"), tag("p", each.sentence), draw(each)]) for each in found]
+    words = tallies([claim.main.plain for claim in judged])
+    return tag("section", tag("h2", "Six claims of the paper"), words, tag("ol", items, class_="claims"), figures)
+
+
 def _claims(studies: Sequence[Study]) -> Markup:
+    """Return all claims by study, the paper's and then our controls, which are not counted."""
     groups, verdicts = [], []
     for i, study in enumerate(studies):
         judged = [(claim, judge(study, claim)) for claim in study.claims]
-        verdicts += [verdict for _, verdict in judged]
-        items = tag("ol", [claim_item(claim, verdict) for claim, verdict in judged], class_="claims")
+        verdicts += [verdict for claim, verdict in judged if not claim.is_control]
         heading = tag("h3", tag("a", study.title, href=f"#study-{i}")) if len(studies) > 1 else ""
-        groups += [join([heading, items])] if judged else []
+        lists: list[str] = []
+        for title, controls in (("", False), ("Controls", True)):
+            items = [claim_item(claim, verdict) for claim, verdict in judged if claim.is_control == controls]
+            lists += [tag("h4", title) if title else "", tag("ol", items, class_="claims")] if items else []
+        groups += [join([heading, *lists])] if judged else []
     return tag("section", tag("h2", "Claims"), tallies(verdicts), groups, id="claims") if groups else Markup("")
 
 
@@ -178,9 +207,10 @@ def _problems(problems: Sequence[str]) -> Markup:
 
 def _method() -> Markup:
     notes = {
-        "Verdicts": "A claim holds if the difference has the claimed sign in every seed, and in part if only the "
-        "mean over seeds has it. Seeds are paired. p is that of the two-sided paired t-test and needs two seeds. "
-        "A reduction is the mean over seeds of 1 − better / other.",
+        "Verdicts": "Supported: the difference has the claimed sign and p < 0.05 in Welch's test over all runs of "
+        "both arms. Contradicted: it has the other sign and p < 0.05. Not supported: a difference of 0.5 points (of "
+        "one epoch, of 0.05 in a correlation) is excluded by two one-sided tests. Inconclusive: none of these, or "
+        f"fewer than {FEWEST} runs of an arm. Controls are questions of ours and are not counted.",
         "Numbers": "Mean ± standard deviation over seeds (n − 1). Bands in the charts show the same.",
         "Gradient evaluations": "(forward + 2·backward + 2·attack) / 3 passes, so that one epoch of SGD counts 1.",
         "Equal cost": "For each seed, the total cost of the cheapest arm. An arm is scored by a run that ends within "

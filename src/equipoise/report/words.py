@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from equipoise.studies.compare import Spread
-from equipoise.studies.metrics import IN_PERCENT
+from equipoise.studies.inference import Effect
+from equipoise.studies.metrics import IN_PERCENT, LOWER_IS_BETTER
 
 UNKNOWN = "–"
 UNTIMED = "Seconds are omitted for runs that shared the device or did not record their start-up separately"
@@ -35,6 +36,35 @@ def gain_of(metric: str, found: Spread | None, unit: bool = True) -> str:
     text = text if float(text) else text[1:]  # zero has no sign
     words = " points" if share else " epochs" if metric == "epochs-to" else ""
     return text.replace("-", "−") + (words if unit else "")
+
+
+def difference(metric: str, gain: float | None, effect: Effect | None = None) -> str:
+    """Format a difference that is positive if it agrees with a claim: `+0.35 points, 95 % CI −0.20 to +0.90`.
+
+    Of metrics of which lower is better, the sign is replaced by a word: `2.0 epochs fewer`, `0.0035 higher`.
+    """
+    if gain is None or not math.isfinite(gain):
+        return UNKNOWN
+    lower = metric in LOWER_IS_BETTER
+    ends = [] if effect is None else [*effect.interval()]
+    ends = [-end for end in reversed(ends)] if lower else ends
+    share = metric in IN_PERCENT
+    digits = 2 if share else max(2, decimals(gain))
+    unit = " points" if share else " epochs" if metric == "epochs-to" else ""
+
+    def signed(value: float) -> str:
+        text = f"{(100 if share else 1) * value:+.{digits}f}"
+        return (text if float(text) else text[1:]).replace("-", "−")
+
+    text = signed(gain)
+    if lower and not float(text.replace("−", "-")):
+        text = "no difference"
+    elif lower:
+        down, up = ("fewer", "more") if metric == "epochs-to" else ("lower", "higher")
+        text = f"{text.lstrip('+−')}{unit} {down if gain >= 0 else up}"
+    else:
+        text += unit
+    return f"{text}, 95 % CI {signed(ends[0])} to {signed(ends[1])}" if ends else text
 
 
 def number(value: float | None, digits: int | None = None) -> str:

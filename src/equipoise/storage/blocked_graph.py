@@ -10,31 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx import Node
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.kernels import operators
 from equipoise.kernels.blocked import from_blocked, to_blocked
-from equipoise.storage.packed_model import PackedTracer
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedConv1d, PackedConv2d, PackedLayer
 
 RELU = {F.relu, torch.relu, torch.relu_, "relu", "relu_"}
 ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
+BLOCKED = (operators.relu, operators.max_pool, operators.add, operators.avg_pool, operators.flatten)
 BORDERED = {to_blocked, operators.relu, operators.max_pool, operators.add}
 
 
-def blocked_graph(graph: fx.Graph, model: nn.Module) -> fx.Graph:
+def blocked_graph(graph: fx.Graph, model: nn.Module, plain: frozenset[str]) -> fx.Graph:
     """Return a graph of the same function, with packed layers and the operations around them in the blocked layout.
 
     Args:
         graph: The graph of a packed model.
-        model: The model. Norms that move to the blocked layout are replaced in it.
+        model: The model.
+        plain: Packed layers that take plain tensors, by name.
     """
-    new = _Converter(graph, model).run()
+    new = _Converter(graph, model, plain).run()
     modules = dict(model.named_modules())
     _fuse(new, modules)
-    _set_borders(new, modules)
-    for node in new.nodes:
-        node.type = None  # torch cannot pickle a graph whose annotations are strings
+    _set_borders(new, {name: module for name, module in modules.items() if name not in plain})
     new.lint()
     return new
 
@@ -46,9 +44,9 @@ def _pair(value: Any) -> tuple[int, int]:
 class _Converter:
     """Copies a graph node by node and records which values are blocked."""
 
-    def __init__(self, graph: fx.Graph, model: nn.Module) -> None:
-        self.old, self.modules, self.model = graph, dict(model.named_modules()), model
-        self.new = fx.Graph(tracer_cls=PackedTracer)
+    def __init__(self, graph: fx.Graph, model: nn.Module, plain: frozenset[str]) -> None:
+        self.old, self.modules, self.layers_left_plain = graph, dict(model.named_modules()), plain
+        self.new = fx.Graph()
         self.plain: dict[Node, Node] = {}
         self.blocked: dict[Node, Node] = {}
 
@@ -90,24 +88,16 @@ class _Converter:
         if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
             return None
         source = node.args[0]
-        if isinstance(module, PackedLayer) and not module.dense:
+        if isinstance(module, PackedLayer) and node.target not in self.layers_left_plain:
             return self.new.call_module(str(node.target), (self._as_blocked(source),))
         if source not in self.blocked:
             return None
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, BlockedBatchNorm)):
-            self._replace_norm(str(node.target), module)
+        if isinstance(module, BlockedBatchNorm):
             return self.new.call_module(str(node.target), (self.blocked[source],))
-        if isinstance(module, nn.Identity):
+        if type(module) is nn.Identity:
             return self.blocked[source]
         form = _blocked_module(module)
         return None if form is None else self.new.call_function(form[0], (self.blocked[source],), form[1])
-
-    def _replace_norm(self, path: str, norm: _BatchNorm) -> None:
-        """Replace a norm in the model. The blocked norm also takes plain tensors, for calls outside the layout."""
-        if not isinstance(norm, BlockedBatchNorm):
-            parent, _, name = path.rpartition(".")
-            self.modules[path] = BlockedBatchNorm.from_torch(norm)
-            setattr(self.model.get_submodule(parent), name, self.modules[path])
 
 
 Form = tuple[Callable[..., Any], dict[str, Any]]  # a blocked operation and its options
@@ -150,17 +140,17 @@ def _flatten(start_dim: int = 0, end_dim: int = -1) -> Form | None:
 
 
 def _blocked_module(module: nn.Module) -> Form | None:
-    if isinstance(module, nn.ReLU):
+    if type(module) is nn.ReLU:
         return operators.relu, {}
-    if isinstance(module, nn.MaxPool2d):
+    if type(module) is nn.MaxPool2d:
         windows = (module.kernel_size, module.stride, module.padding, module.dilation)
         return _max_pool(*windows, module.ceil_mode, module.return_indices)
-    if isinstance(module, nn.AvgPool2d):
+    if type(module) is nn.AvgPool2d:
         sizes = (module.kernel_size, module.stride, module.padding)
         return _avg_pool(*sizes, module.ceil_mode, divisor_override=module.divisor_override)
-    if isinstance(module, nn.AdaptiveAvgPool2d):
+    if type(module) is nn.AdaptiveAvgPool2d:
         return _global_pool(module.output_size)
-    if isinstance(module, nn.Flatten):
+    if type(module) is nn.Flatten:
         return _flatten(module.start_dim, module.end_dim)
     return None
 
@@ -244,4 +234,4 @@ def _set_borders(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
 
 def _padding(node: Node, modules: dict[str, nn.Module]) -> tuple[int, int]:
     module = modules.get(str(node.target)) if node.op == "call_module" else None
-    return module.shape.padding if isinstance(module, PackedLayer) and not module.dense else (0, 0)
+    return module.shape.padding if isinstance(module, PackedLayer) else (0, 0)

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.shards import local
 from equipoise.storage.bitmap import get_bits, pack_bits
 from equipoise.storage.flat import FlatParameters
 from equipoise.storage.sparse_weight import BITS, SparseWeight, is_cleared
 
 # Values of `activity`. ACTIVE has all bits set: `value & ACTIVE` keeps a number and `value & NEVER` clears it.
 ACTIVE, NEVER, DROPPED = -1, 0, 1
+UNCHANGED = 2  # by an update; in no mask
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 CHUNK = 2**22  # weights masked at a time on a CPU: larger temporaries would be mapped again at every call
@@ -37,7 +39,7 @@ class MaskedTensor:
         self.tensor = tensor
         self.shared = shared
         self._hide = compile(hide_inactive)
-        self.activity = torch.full_like(tensor, ACTIVE, dtype=torch.int8, requires_grad=False)
+        self.activity = torch.full_like(local(tensor), ACTIVE, dtype=torch.int8, requires_grad=False)
 
     def follow_device(self) -> None:
         """Move the mask to the device of the weights, which `model.to(device)` may have changed."""
@@ -62,7 +64,7 @@ def hide_inactive(tensor: Tensor, activity: Tensor) -> None:
         return
     # Masking bits is exact for NaN and several times faster on a CPU than filling by a boolean mask.
     bits = tensor.detach().view(BITS[tensor.element_size()])
-    rows = max(1, CHUNK * len(bits) // bits.numel())
+    rows = max(1, CHUNK * len(bits) // max(1, bits.numel()))
     for part, codes in zip(bits.split(rows), activity.split(rows), strict=True):
         part.bitwise_and_(codes.clamp(max=0).to(tensor.device))
 
@@ -95,7 +97,7 @@ class MaskedWeight(SparseWeight):
         self._active: int | None = len(active)
         activity = torch.zeros(parameter.numel(), dtype=torch.int8)
         activity[active] = ACTIVE
-        self.activity.copy_(activity.view(parameter.shape))
+        self.activity.copy_(self.part(activity.view(parameter.shape)))
         self.growth_recorder = GrowthRecorder(parameter)
 
     @property
@@ -107,7 +109,7 @@ class MaskedWeight(SparseWeight):
 
     @property
     def activity(self) -> Tensor:
-        """`ACTIVE`, `DROPPED` or `NEVER` for each weight, in its shape."""
+        """`ACTIVE`, `DROPPED` or `NEVER` for each weight that this process holds, in its shape."""
         return self.view(self.masked.activity)
 
     @property
@@ -126,19 +128,19 @@ class MaskedWeight(SparseWeight):
 
     @property
     def weight(self) -> Tensor:
-        return self.parameter.detach().reshape(-1)
+        return self.whole(self.parameter.detach()).reshape(-1)
 
     @property
     def gradient(self) -> Tensor | None:
         found = self.parameter.grad if self.growth is None else self.growth
-        return None if found is None else found.detach().reshape(-1)
+        return None if found is None else self.whole(found.detach()).reshape(-1)
 
     def mask(self) -> Tensor:
         self.follow_device()
-        return self.activity == ACTIVE
+        return self.whole(self.activity) == ACTIVE
 
     def explored(self) -> int:
-        return int(torch.count_nonzero(self.activity))
+        return int(torch.count_nonzero(self.whole(self.activity)))
 
     def follow_device(self) -> None:
         """Move mask and memory to the device of the weight, which `model.to(device)` may have changed."""
@@ -150,16 +152,16 @@ class MaskedWeight(SparseWeight):
         if self._active == self.size:
             return
         self.follow_device()
-        hide_inactive(tensor, self.activity)
+        hide_inactive(local(tensor), self.activity)
 
     def rewire(self, dropped: Tensor, grown: Tensor, states: Iterable[Tensor]) -> None:
-        activity = self.activity
-        changed = torch.zeros(self.size, dtype=torch.bool, device=activity.device)
-        changed.index_fill_(0, dropped, True).index_fill_(0, grown, True)
+        codes = torch.full((self.size,), UNCHANGED, dtype=torch.int8, device=self.activity.device)
+        codes.index_fill_(0, dropped, DROPPED).index_fill_(0, grown, ACTIVE)
+        own = self.part(codes.view(self.parameter.shape))
+        changed = own != UNCHANGED
         for tensor in (self.parameter.detach(), *states):
-            tensor.masked_fill_(changed.view(self.parameter.shape), 0)
-        codes = activity.reshape(-1).index_fill(0, dropped, DROPPED).index_fill_(0, grown, ACTIVE)
-        activity.copy_(codes.view(activity.shape))
+            local(tensor).masked_fill_(changed, 0)
+        self.activity.copy_(torch.where(changed, own, self.activity))
         if self._active is not None:
             self._active += len(grown) - len(dropped)
 
@@ -180,7 +182,7 @@ class MaskedWeight(SparseWeight):
     # Save and load
 
     def state_dict(self) -> dict[str, Tensor]:
-        activity = self.activity.cpu().reshape(-1)
+        activity = self.whole(self.activity).cpu().reshape(-1)
         return {
             "shape": torch.tensor(self.parameter.shape),
             "mask": pack_bits(activity == ACTIVE),
@@ -194,7 +196,7 @@ class MaskedWeight(SparseWeight):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         explored, mask = (get_bits(state[part].cpu(), self.size) for part in ("explored", "mask"))
         codes = explored.to(torch.int8).masked_fill_(mask, ACTIVE)
-        self.activity.copy_(codes.view(self.parameter.shape))
+        self.activity.copy_(self.part(codes.view(self.parameter.shape)))
         self._active = int(mask.sum())
         self.hide_inactive(self.parameter.detach())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -11,18 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from equipoise.errors import UserError
 from equipoise.kernels.library import available
 from equipoise.storage.blocked_graph import blocked_graph
-from equipoise.storage.packed_model import PackedModel
-from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer, packed
-from equipoise.storage.trace import Tracer, faithful_graph
-
-
-class _Tracer(Tracer):
-    """Treats packed layers and norms as leaves, like torch's layers, except norms with a custom forward."""
-
-    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
-        ours = isinstance(module, (PackedLayer, BlockedBatchNorm))
-        norm = isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
-        return ours or norm or super().is_leaf_module(module, qualified_name)
+from equipoise.storage.packed_modules import BLOCKED_NORMS, BlockedBatchNorm, PackedLayer, packed
+from equipoise.storage.shortcut import Run, Shortcut
+from equipoise.storage.trace import Reading, is_leaf, read
 
 
 def pack_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
@@ -38,26 +30,62 @@ def pack_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
     model = copy.deepcopy(model)
     for name, mask in masks.items():
         pack_layer(model, name, mask)
-    return traced_or_same(model)
+    return add_shortcuts(model)
 
 
-def traced_or_same(model: nn.Module) -> nn.Module:
-    """Return the packed model in the blocked layout from layer to layer, or unchanged if it cannot be traced."""
-    if not available() or not any(isinstance(module, PackedLayer) for module in model.modules()):
-        return model
-    traced = trace(model)
-    return model if traced is None else traced
+def add_shortcuts(model: nn.Module) -> nn.Module:
+    """Let the largest parts of a packed model that can be read run in the blocked layout, and return the model."""
+    if available():
+        _add_shortcuts(model)
+    return model
 
 
-def trace(model: nn.Module, modes: tuple[bool, ...] = (True, False)) -> fx.GraphModule | None:
-    """Return the packed model in the blocked layout from layer to layer; `None` if its forward cannot be traced.
+def _add_shortcuts(module: nn.Module) -> None:
+    reading = None if is_leaf(module) else read(module)
+    if reading is not None and any(isinstance(part, PackedLayer) for part in reading.modules):
+        use_blocked_norms(reading)
+        module.forward = BlockedForward(module, dense_layers(module))
+    elif not is_leaf(module):
+        for child in module.children():
+            _add_shortcuts(child)
+
+
+def use_blocked_norms(reading: Reading) -> None:
+    """Let torch's norms take blocked activations as well; they stay the same objects."""
+    for module in reading.modules:
+        if type(module) in BLOCKED_NORMS:
+            BlockedBatchNorm.from_torch(cast(_BatchNorm, module))
+
+
+def dense_layers(model: nn.Module) -> frozenset[str]:
+    """Return the names of the packed layers for which torch's dense operation is faster."""
+    return frozenset(name for name, layer in model.named_modules() if isinstance(layer, PackedLayer) and layer.dense)
+
+
+class BlockedForward(Shortcut):
+    """The forward of a packed model, with activations in the blocked layout from layer to layer.
 
     Args:
-        model: A packed model.
-        modes: Modes in which the result must be valid; `True` is train mode.
+        module: The module.
+        dense: Layers that run dense, on plain tensors. They are those of the model when it is packed, so that a run
+            whose density changes computes the same numbers if it is stopped and resumed.
     """
-    graph = faithful_graph(model, _Tracer, modes)
-    return None if graph is None else _graph_module(model, blocked_graph(graph, model))
+
+    def __init__(self, module: nn.Module, dense: frozenset[str]) -> None:
+        super().__init__(module)
+        self._dense = dense
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module, self._dense)
+
+    def compile(self, reading: Reading, tokens: frozenset[str]) -> Run:
+        graph = blocked_graph(reading.graph, self.module, tokens | self._dense)
+        return type(fx.GraphModule(self.module, graph)).forward  # a function of the module, which it does not keep
+
+
+def blocked_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules that run in the blocked layout as a whole; "" is the model itself."""
+    return [name for name, module in model.named_modules() if isinstance(vars(module).get("forward"), BlockedForward)]
 
 
 def unpack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -109,10 +137,13 @@ def pack_layer(
             "equal zero padding on both sides can be packed; "
             f'leave it out with exclude=("{path or name}",) or no mask, or use masked storage'
         )
+    if "weight" not in layer._parameters:
+        raise UserError(f'cannot pack "{name}": a hook computes it at every call; use masked storage')
     if not path:
         raise UserError("a single layer cannot be packed in place; wrap it in nn.Sequential")
     if (tied := tied_parameters(model, path)) is not None:
         raise UserError(f"cannot pack the model: {tied}")
+    vars(replacement).update({key: value for key, value in vars(layer).items() if "ward_" in key and "hook" in key})
     setattr(model.get_submodule(parent_path), attribute, replacement.train(layer.training))
     return replacement
 
@@ -133,36 +164,3 @@ def tied_parameters(model: nn.Module, path: str) -> str | None:
                 f'leave it out with exclude=("{owner}",) or no mask, or use masked storage'
             )
     return None
-
-
-def _graph_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """Return the traced model, including the state that its forward does not use."""
-    traced = PackedModel(model, graph, class_name=type(model).__name__)
-    have = dict(traced.named_modules())
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name and name not in have and any(True for _ in module.state_dict()):
-            traced.add_submodule(name, module)
-    for name, module in traced.named_modules():
-        old = model.get_submodule(name)
-        made = module._buffers.keys() - old._buffers.keys()  # fx turns tensors that are plain attributes into buffers
-        module._non_persistent_buffers_set = old._non_persistent_buffers_set | made
-    for kind, named in (("_parameters", model.named_parameters()), ("_buffers", model.named_buffers())):
-        for name, tensor in named:
-            owner, _, leaf = name.rpartition(".")
-            target = traced.get_submodule(owner)
-            if not hasattr(target, leaf):
-                getattr(target, kind)[leaf] = tensor
-    _order_like(traced, model)
-    for name, module in traced.named_modules():
-        module.training = model.get_submodule(name).training  # parts may be in eval mode
-    return traced
-
-
-def _order_like(traced: nn.Module, model: nn.Module) -> None:
-    """Order modules as in the model, not as in its forward: optimizers number parameters by their order."""
-    names = [name for name in model._modules if name in traced._modules]
-    traced._modules = {name: traced._modules[name] for name in [*names, *traced._modules]}
-    for name in names:
-        theirs, ours = model._modules[name], traced._modules[name]
-        if theirs is not None and ours is not None and ours is not theirs:
-            _order_like(ours, theirs)

@@ -358,17 +358,16 @@ def _pair(value: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:
 
 
 class BlockedBatchNorm(_BatchNorm):
-    """BatchNorm on blocked activations, with the residual, ReLU and max-pool after it in the same pass.
+    """BatchNorm that also takes blocked activations, with the residual, ReLU and max-pool after it in the same pass.
 
     Parameters, buffers and their names are those of torch's BatchNorm, and so are the results.
     """
 
     @classmethod
     def from_torch(cls, norm: _BatchNorm) -> BlockedBatchNorm:
-        """Return a blocked norm that shares parameters and buffers with `norm`."""
-        new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        new._parameters, new._buffers = norm._parameters, norm._buffers
-        return new.train(norm.training)
+        """Let a BatchNorm1d or BatchNorm2d of torch take blocked activations; it stays the same object."""
+        norm.__class__ = BLOCKED_NORMS[type(norm)]
+        return cast(BlockedBatchNorm, norm)
 
     def forward(  # type: ignore[override]
         self,
@@ -404,5 +403,16 @@ class BlockedBatchNorm(_BatchNorm):
         self.num_batches_tracked.add_(1)
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
-    def _check_input_dim(self, x: Tensor) -> None:
-        pass
+
+class BlockedBatchNorm1d(BlockedBatchNorm, nn.BatchNorm1d):
+    """BatchNorm1d for plain and blocked activations."""
+
+
+class BlockedBatchNorm2d(BlockedBatchNorm, nn.BatchNorm2d):
+    """BatchNorm2d for plain and blocked activations."""
+
+
+BLOCKED_NORMS: dict[type[_BatchNorm], type[BlockedBatchNorm]] = {
+    nn.BatchNorm1d: BlockedBatchNorm1d,
+    nn.BatchNorm2d: BlockedBatchNorm2d,
+}

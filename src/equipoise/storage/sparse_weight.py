@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from equipoise.errors import UserError
 from equipoise.storage.bitmap import pack_bits
 
+TIE = 1e-9  # relative difference of float64 scores that may be rounding
 # Integers as wide as each floating-point type.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -67,6 +68,19 @@ class SparseWeight(ABC):
         weight took no part in the loss.
         """
 
+    @property
+    def local_gradient(self) -> Tensor | None:
+        """`gradient` at the weights that this process holds: all of them, unless the weight is sharded."""
+        return self.gradient
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return a tensor of all weights from the part of it that this process holds."""
+        return part
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return the part of a tensor of all weights that belongs to the weights of this process."""
+        return whole
+
     @abstractmethod
     def mask(self) -> Tensor:
         """Boolean mask of the active weights, in the shape of the weight."""
@@ -81,7 +95,7 @@ class SparseWeight(ABC):
 
     def checksum(self) -> int:
         """Sum of the bits of all values, the same in both storages and on every device."""
-        bits = self.parameter.detach().view(BITS[self.parameter.element_size()])
+        bits = self.whole(self.parameter.detach()).view(BITS[self.parameter.element_size()])
         return int(bits.sum(dtype=torch.int64))
 
     # Choose and exchange weights
@@ -97,8 +111,10 @@ class SparseWeight(ABC):
         """
         candidates = self.mask().reshape(-1) if among is None else among
         # An overflow becomes finite, so that only non-candidates are infinite and counts stay exact.
-        finite = score.nan_to_num()
-        return finite.masked_fill_(~candidates, torch.inf).topk(count, largest=False, sorted=ordered).indices
+        finite = score.nan_to_num().masked_fill_(~candidates, torch.inf)
+        if ordered or not _rounds_finely(finite):
+            return finite.topk(count, largest=False, sorted=ordered).indices
+        return highest(finite.neg_(), count)
 
     def highest(self, score: Tensor, count: int, dropped: Tensor, regrow: bool) -> Tensor:
         """Return the flat indices of the `count` inactive weights with the highest score.
@@ -112,7 +128,7 @@ class SparseWeight(ABC):
         taken = self.mask().reshape(-1)
         if regrow:
             taken = taken.index_fill(0, dropped, False)
-        return score.masked_fill(taken, -torch.inf).topk(count, sorted=False).indices
+        return highest(score.masked_fill(taken, -torch.inf), count)
 
     @abstractmethod
     def rewire(self, dropped: Tensor, grown: Tensor, states: Iterable[Tensor]) -> None:
@@ -137,7 +153,7 @@ class SparseWeight(ABC):
 
     @abstractmethod
     def hide_inactive(self, tensor: Tensor) -> None:
-        """Set the inactive entries of a tensor shaped like `parameter` to exactly zero, NaN included."""
+        """Set the inactive entries of a tensor shaped, and sharded, like `parameter` to exactly zero, NaN included."""
 
     @abstractmethod
     def record_growth(self, record: bool) -> None:
@@ -179,6 +195,27 @@ class SparseWeight(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state, after the model has been loaded."""
+
+
+def highest(score: Tensor, count: int) -> Tensor:
+    """Return the indices of the `count` highest scores.
+
+    In float64 the lowest indices win among scores that equal the lowest chosen one up to rounding. Otherwise the order
+    of a sum would decide between them: the two outputs of a binary classifier have opposite gradients, for example.
+    """
+    chosen = score.topk(count, sorted=False).indices
+    if not _rounds_finely(score) or count == 0:
+        return chosen
+    bound = score[chosen].min()
+    slack = TIE * bound.abs()
+    above, tied = ~(score <= bound + slack), (score - bound).abs() <= slack
+    order = (2 * above.to(torch.int8) + tied.to(torch.int8)).sort(descending=True, stable=True).indices
+    return torch.where(bound.isfinite(), order[:count], chosen)
+
+
+def _rounds_finely(score: Tensor) -> bool:
+    """Whether rounding is far below the distance of scores that are not equal in exact arithmetic."""
+    return score.dtype == torch.float64
 
 
 def is_cleared(gradient: Tensor | None) -> bool:

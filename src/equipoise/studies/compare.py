@@ -80,18 +80,6 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(float(np.mean(finite)), std, len(values), len(values) - len(finite))
 
 
-def paired_p(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return the two-sided p of the paired t-test; `None` below two pairs or if all differences are equal."""
-    if len(first) < 2 or not all(map(math.isfinite, [*first, *second])):
-        return None
-    difference = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
-    if np.ptp(difference) <= 1e-12 * max(1.0, float(np.abs(difference).max())):
-        return None
-    from scipy.stats import ttest_rel
-
-    return float(ttest_rel(first, second).pvalue)
-
-
 def values_of(results: Sequence[Result], asked: Question) -> dict[int, float]:
     """Return a metric by seed, for the seeds that have it."""
     found = {result.seed: METRICS[asked.metric](result, asked) for result in results}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -13,11 +13,11 @@ from typing import Any
 from equipoise.catalogue import suggestion
 from equipoise.config import build, call, parse_yaml
 from equipoise.errors import UserError
-from equipoise.scores import SCORES
+from equipoise.scores import ALL_SCORES
 from equipoise.studies.metrics import BY_EPOCH, MEASURED, METRICS, SHARES, WINDOW
 from equipoise.studies.results import VERSION, Claim, PaperValue, Question, slug
 from equipoise.studies.robust import JUDGES
-from equipoise.training.recipe import apply_overrides, lay_over, make_recipe, read_recipe
+from equipoise.training.recipe import apply_overrides, import_code, lay_over, make_recipe, read_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +92,12 @@ class Design:
         for arm in arms:
             if arm not in self.every_arm:
                 raise UserError(f'no arm is called "{arm}"{suggestion(arm, list(self.every_arm))}')
-        if asked.score not in SCORES:
-            raise UserError(f'no score is called "{asked.score}"{suggestion(asked.score, list(SCORES))}')
+        if asked.score not in ALL_SCORES:
+            raise UserError(f'no score is called "{asked.score}"{suggestion(asked.score, list(ALL_SCORES))}')
         if at is not None and metric not in BY_EPOCH:
             raise UserError(f"{metric} at epoch {at}: `at` needs a metric of single epochs: {', '.join(BY_EPOCH)}")
-        if metric == "stability" and at is not None and at < WINDOW:
-            raise UserError(f"stability at epoch {at}: it needs {WINDOW} epochs")
+        if metric in ("stability", "window-accuracy") and at is not None and at < WINDOW:
+            raise UserError(f"{metric} at epoch {at}: it needs {WINDOW} epochs")
         if metric == "epochs-to" and not 0 < (threshold or 0) <= 1:
             raise UserError(f"epochs-to needs a threshold between 0 and 1, such as 0.7, not {threshold}")
         if metric != "epochs-to" and threshold is not None:
@@ -133,6 +133,14 @@ class Design:
             raise UserError("seed: the seeds are those of the study, such as `seeds: [0, 1]`")
         return {**raw, "seed": seed}
 
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """Yield the recipes and overrides that the recipes of the arms are made of."""
+        yield _override({}, self.set)
+        for own in ({"recipe": self.recipe}, *self.arms.values()):
+            yield _override({}, {key: value for key, value in own.items() if key != "recipe"})
+            sources = own.get("recipe", ())
+            yield from map(read_recipe, [sources] if isinstance(sources, str) else sources)
+
     def asked(self) -> dict[str, Any]:
         """Return the content of study.json."""
         budgets = {_with_budget(arm, budget): arm for budget in self.budgets for arm in self.arms}
@@ -153,16 +161,20 @@ def _override(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 # Reading
 
 
-def read_study(source: str) -> Design:
+def read_study(source: str, allow_code: bool = False) -> Design:
     """Read a study file and check the recipe of every arm.
 
     Args:
         source: A `.yaml` file, or the name of a packaged study.
+        allow_code: Whether to import the Python code that the study and its recipes name.
 
     Raises:
         UserError: If the file cannot be read, or a key or value is wrong.
     """
     design = read_design(source)
+    if allow_code:
+        for part in design.parts():
+            import_code(part)
     for arm in design.every_arm:
         where = f"{Path(source).name}, {arm}"
         recipe = call(make_recipe, {"raw": call(design.raw, {"arm": arm, "seed": design.seeds[0]}, where)}, where)

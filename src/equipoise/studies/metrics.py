@@ -11,10 +11,10 @@ import numpy as np
 from equipoise.catalogue import Catalogue
 from equipoise.studies.results import Epoch, Question, Result
 
-WINDOW = 5  # consecutive epochs over which `stability` fits a line
-SHARES = frozenset({"accuracy", "mean-accuracy", "test", "clean", "robust"})  # between 0 and 1
+WINDOW = 5  # consecutive epochs of `window-accuracy`, and those over which `stability` fits a line
+SHARES = frozenset({"accuracy", "mean-accuracy", "window-accuracy", "test", "clean", "robust"})  # between 0 and 1
 IN_PERCENT = SHARES | {"stability"}  # in tables
-BY_EPOCH = ("accuracy", "mean-accuracy", "stability")  # known at every epoch
+BY_EPOCH = ("accuracy", "mean-accuracy", "window-accuracy", "stability")  # known at every epoch
 MEASURED = {  # at the final weights, after training: the key in `Result.measured`, and a description
     "variance": ("variance", "Variance of the batch gradient; lower is better."),
     "relative-variance": ("variance_relative", "Variance over the squared mean gradient; lower is better."),
@@ -41,6 +41,14 @@ def mean_accuracy(result: Result, asked: Question) -> float | None:
     last = result.epochs[-1].epoch if asked.at is None else asked.at
     known = [e.scores[asked.score] for e in result.epochs if e.epoch <= last and asked.score in e.scores]
     return float(np.mean(known)) if len(known) == last else None  # a missing epoch would bias the mean
+
+
+def window_accuracy(result: Result, asked: Question) -> float | None:
+    """Mean accuracy over the last 5 epochs up to `at`, by default up to the end: less noisy than a single epoch."""
+    last = result.epochs[-1].epoch if asked.at is None else asked.at
+    window = range(last - WINDOW + 1, last + 1)
+    known = [e.scores[asked.score] for e in result.epochs if e.epoch in window and asked.score in e.scores]
+    return float(np.mean(known)) if len(known) == WINDOW else None
 
 
 def on_test(result: Result, asked: Question) -> float | None:
@@ -88,11 +96,18 @@ def _about_line(values: Sequence[float]) -> float:
 
 
 def epochs_to(result: Result, asked: Question) -> float | None:
-    """First epoch whose accuracy reaches `threshold`, infinity if none does; lower is better."""
+    """First epoch with a median accuracy of at least `threshold`, infinity if none has one; lower is better.
+
+    The median is over the epoch and the two before and after it, so that a lucky epoch does not count.
+    """
     if asked.threshold is None:
         return None
-    reached = (e.epoch for e in result.epochs if e.scores.get(asked.score, -1.0) >= asked.threshold)
-    return float(next(reached, math.inf))
+    known = {e.epoch: e.scores[asked.score] for e in result.epochs if asked.score in e.scores}
+    for epoch in sorted(known):
+        window = [known[near] for near in range(epoch - WINDOW // 2, epoch + WINDOW // 2 + 1) if near in known]
+        if np.median(window) >= asked.threshold:
+            return float(epoch)
+    return math.inf
 
 
 def _measured(key: str, description: str) -> Metric:
@@ -108,6 +123,7 @@ METRICS: Catalogue[Metric] = Catalogue(
     {
         "accuracy": accuracy,
         "mean-accuracy": mean_accuracy,
+        "window-accuracy": window_accuracy,
         "test": on_test,
         "clean": clean,
         "robust": robust,

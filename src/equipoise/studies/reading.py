@@ -132,6 +132,7 @@ def _result(value: Mapping[str, Any], study: Any, file: Path, problems: list[str
         "robust": {score: _numbers(found) for score, found in _mapping(value.get("robust")).items()},
         "measured": _numbers(measured) | {f"{key} everywhere": number for key, number in everywhere.items()},
         "diverged": one_line(str(value.get("diverged", "")), 200),
+        "spent": _spent(_list(value.get("epochs"))),
     }
     result = _fill(Result, {**value, **read})
     lines = _list(value.get("epochs"))
@@ -144,6 +145,13 @@ def _result(value: Mapping[str, Any], study: Any, file: Path, problems: list[str
     if not _seconds_are_comparable(result.environment, lines):
         epochs = tuple(replace(epoch, seconds=None) for epoch in epochs)
     return replace(result, epochs=epochs)
+
+
+def _spent(lines: Sequence[Any]) -> float | None:
+    """Return the seconds of the last epoch's line, start-up included."""
+    last = _mapping(lines[-1]) if lines else {}
+    seconds = _number(last.get("seconds"))
+    return None if seconds is None else seconds + (_number(last.get("startup_seconds")) or 0.0)
 
 
 def _seconds_are_comparable(environment: Mapping[str, Any], lines: Sequence[Any]) -> bool:

@@ -26,7 +26,7 @@ class Epoch:
     Attributes:
         epoch: The number of the epoch, from 1.
         step: Optimizer steps so far.
-        scores: Accuracy by score (see `SCORES`) on the images of `split`.
+        scores: Accuracy by score (see `ALL_SCORES`) on the images of `split`.
         passes: Passes over batches so far, by kind: forward, backward, attack.
         seconds: Training time so far; `None` if unknown.
         correction: What the correction reports: c, c_hat, weight, variance_left, ...
@@ -65,6 +65,7 @@ class Result:
         robust: By score, the `clean` accuracy and the `robust` accuracy under attack.
         measured: What `equipoise.analysis` measured at the final weights.
         diverged: The reason if a loss or gradient was not finite, else empty.
+        spent: Seconds of training and start-up, also if they cannot be compared; `None` if unknown.
     """
 
     arm: str
@@ -78,6 +79,7 @@ class Result:
     robust: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
     diverged: str = ""
+    spent: float | None = None
 
     @property
     def stuck(self) -> bool:
@@ -92,7 +94,7 @@ class Question:
     Attributes:
         metric: A name in `METRICS`.
         at: The epoch; `None` for the last one.
-        score: A name in `SCORES`.
+        score: A name in `ALL_SCORES`.
         threshold: The accuracy that `epochs-to` waits for.
     """
 
@@ -126,6 +128,11 @@ class Claim(Question):
         super().__post_init__()
         if self.margin < 0:
             raise UserError(f"margin={self.margin}: how much worse counts as equal, at least 0")
+
+    @property
+    def is_control(self) -> bool:
+        """Whether the claim is ours: does something simpler explain the gain?"""
+        return self.says.startswith("Control")
 
 
 @dataclass(frozen=True)

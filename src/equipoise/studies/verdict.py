@@ -1,19 +1,26 @@
-"""Verdicts on claims: comparisons of two arms, seed by seed."""
+"""Verdicts on claims: comparisons of two arms over all of their runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from equipoise.studies.compare import Spread, paired_p, spread, values_of
-from equipoise.studies.metrics import LOWER_IS_BETTER, MEASURED, METRICS
+from equipoise.studies.compare import Spread, spread, values_of
+from equipoise.studies.inference import LEVEL, Effect, welch
+from equipoise.studies.metrics import IN_PERCENT, LOWER_IS_BETTER, MEASURED, METRICS
 from equipoise.studies.results import Claim, Result, Study
 
-LEVEL = 0.05  # of significance
+FEWEST = 3  # runs of an arm, below which a comparison is inconclusive
+Word = Literal["supported", "not supported", "contradicted", "inconclusive", "not tested"]
+EQUIVALENT = {
+    **dict.fromkeys(IN_PERCENT, 0.005),
+    "epochs-to": 1.0,
+    "correlation": 0.05,
+    "correlation-everywhere": 0.05,
+}
+"""Largest difference, by metric, that counts as none: 0.5 points of accuracy, one epoch."""
 
 
 @dataclass(frozen=True)
@@ -21,83 +28,81 @@ class Verdict:
     """The verdict on a claim.
 
     Attributes:
-        word: The verdict.
-        why: The reason for `not run`, or remarks about runs that diverged or learned nothing.
-        seeds: Number of seeds that the verdict is about, including those that diverged.
+        word: `supported`: the difference has the claimed sign and p < 0.05. `contradicted`: it has the other sign and
+            p < 0.05. `not supported`: a difference as large as `EQUIVALENT` is excluded (TOST, p < 0.05).
+            `inconclusive`: none of these, or fewer than three runs of an arm. `not tested`: an arm has no run.
+        why: The reason, or remarks about runs that diverged or learned nothing.
         better: The metric of the arm that is said to be better.
         than: The metric of the other arm.
-        gain: The difference seed by seed, in the unit of the metric; positive if it agrees with the claim.
-        p: Of the paired t-test; `None` below two seeds.
-        reduction: By how many percent the first arm is lower, for metrics of which lower is better.
+        gain: The difference of the means; positive if it agrees with the claim. `None` if a value is not finite.
+        effect: The same difference with its uncertainty; `None` below two runs of an arm.
     """
 
-    word: Literal["holds", "holds in part", "does not hold", "not run"]
+    word: Word
     why: str = ""
-    seeds: int = 0
     better: Spread | None = None
     than: Spread | None = None
-    gain: Spread | None = None
-    p: float | None = None
-    reduction: float | None = None
-
-
-def count_significant(verdicts: Iterable[Verdict]) -> int:
-    """Count the claims that hold by a gain with p < 0.05. A single seed never counts."""
-    gains = [v for v in verdicts if v.word == "holds" and v.gain is not None and v.gain.mean > 0]
-    return sum(v.p is not None and v.p < LEVEL for v in gains)
+    gain: float | None = None
+    effect: Effect | None = None
 
 
 @dataclass(frozen=True)
 class Side:
-    """One arm of a claim.
+    """One arm of a claim, with the runs of all studies that have it.
 
     Attributes:
-        values: The metric by seed; for `lost` seeds the worst possible value.
-        lost: Seeds that diverged before the metric could be taken.
-        stuck: Seeds that learned nothing.
+        values: The metric of each run.
+        lost: Names of the runs that diverged before the metric could be taken.
+        stuck: Names of the runs that learned nothing.
     """
 
     arm: str
-    values: dict[int, float]
-    lost: tuple[int, ...]
-    stuck: tuple[int, ...]
+    values: tuple[float, ...]
+    lost: tuple[str, ...] = ()
+    stuck: tuple[str, ...] = ()
 
-    def remarks(self, seeds: Sequence[int]) -> Iterator[str]:
-        """Name the runs with these seeds that diverged or learned nothing."""
-        for what, some in (("diverged", self.lost), ("learned nothing", self.stuck)):
-            if of := [str(seed) for seed in some if seed in seeds]:
-                yield f"{self.arm} {what} (seed {', '.join(of)})"
+    def __add__(self, other: Side) -> Side:
+        return Side(self.arm, self.values + other.values, self.lost + other.lost, self.stuck + other.stuck)
+
+    def remarks(self) -> Iterator[str]:
+        """Name the runs that diverged or learned nothing, and count those that never reached a threshold."""
+        for what, runs in (("diverged", self.lost), ("learned nothing", self.stuck)):
+            if runs:
+                yield f"{self.arm} {what} ({', '.join(runs)})"
+        if never := sum(not math.isfinite(value) for value in self.values):
+            yield f"{self.arm} never got there in {never} of {len(self.values)} runs"
 
 
 def judge(study: Study, claim: Claim) -> Verdict:
-    """Compare the two arms of a claim over the seeds that both have.
+    """Compare the two arms of a claim over all of their runs."""
+    return judge_pooled([(study, claim)])
 
-    A claim `holds` if every seed agrees with it and `holds in part` if only the mean over seeds does. A seed agrees
-    if the difference has the claimed sign or, with a margin, if it is not worse by more than the margin. A run that
-    diverged before the epoch in question is worse than any that did not; the numbers are those of the other seeds.
-    """
+
+def judge_pooled(sources: Sequence[tuple[Study, Claim]]) -> Verdict:
+    """Compare arms that several studies have run; the claims differ in the names of the arms only."""
+    claim = sources[0][1]
     if claim.metric not in METRICS:
-        return Verdict("not run", f"no metric is called {claim.metric}")
+        return Verdict("not tested", f"no metric is called {claim.metric}")
     sides = []
-    for arm in (claim.better, claim.than):
-        if not study.results.get(arm) and not study.diverged.get(arm):
-            return Verdict("not run", f"{arm} has no finished seed")
-        sides.append(_side(study, claim, arm))
-        if not sides[-1].values:
-            return Verdict("not run", f"{arm} has no {_metric_in_words(claim)}")
-    seeds = sorted(set(sides[0].values) & set(sides[1].values))
-    if not seeds:
-        return Verdict("not run", f"{claim.better} and {claim.than} have no seed in common")
-    return _compare(claim, seeds, *sides)
+    for pick in (lambda claim: claim.better, lambda claim: claim.than):
+        found = [_side(study, claim, pick(claim)) for study, claim in sources]
+        whole = found[0]
+        for side in found[1:]:
+            whole += side
+        if not whole.values and not whole.lost:
+            ran = any(study.results.get(pick(claim)) for study, claim in sources)
+            return Verdict("not tested", f"{whole.arm} has no {_metric_in_words(claim) if ran else 'finished seed'}")
+        sides.append(whole)
+    return _compare(claim, *sides)
 
 
 def _side(study: Study, claim: Claim, arm: str) -> Side:
     finished, diverged = study.results.get(arm, ()), study.diverged.get(arm, ())
-    values = values_of([*finished, *(run for run in diverged if _lasted(run, claim.at))], claim)
+    known = [*finished, *(run for run in diverged if _lasted(run, claim.at))]
+    values = values_of(known, claim)
     # a metric of the final weights is unknown, not bad, for a run that has none
-    lost = () if claim.metric in MEASURED else tuple(run.seed for run in diverged if run.seed not in values)
-    worst = math.inf if claim.metric in LOWER_IS_BETTER else -math.inf
-    return Side(arm, values | dict.fromkeys(lost, worst), lost, tuple(run.seed for run in finished if run.stuck))
+    lost = () if claim.metric in MEASURED else tuple(f"seed {run.seed}" for run in diverged if run.seed not in values)
+    return Side(arm, tuple(values.values()), lost, tuple(f"seed {run.seed}" for run in finished if run.stuck))
 
 
 def _lasted(diverged: Result, at: int | None) -> bool:
@@ -105,33 +110,32 @@ def _lasted(diverged: Result, at: int | None) -> bool:
     return at is not None and bool(diverged.epochs) and diverged.epochs[-1].epoch >= at
 
 
-def _compare(claim: Claim, seeds: Sequence[int], first: Side, second: Side) -> Verdict:
-    lower = claim.metric in LOWER_IS_BETTER
-    gains = {}
-    for seed in seeds:
-        a, b = first.values[seed], second.values[seed]
-        gains[seed] = 0.0 if a == b else b - a if lower else a - b  # inf - inf is nan
-    sound = [seed for seed in seeds if seed not in first.lost + second.lost]
-    better, than = ([side.values[seed] for seed in sound] for side in (first, second))
-    return Verdict(
-        _word([*gains.values()], claim.margin),
-        why="; ".join([*first.remarks(seeds), *second.remarks(seeds)]),
-        seeds=len(seeds),
-        better=spread(better),
-        than=spread(than),
-        gain=spread([gains[seed] for seed in sound]),
-        p=paired_p(better, than),
-        reduction=reduction(better, than) if lower else None,
-    )
+def _compare(claim: Claim, first: Side, second: Side) -> Verdict:
+    high, low = (second, first) if claim.metric in LOWER_IS_BETTER else (first, second)
+    effect = welch(high.values, low.values)
+    finite = high.values and low.values and all(map(math.isfinite, (*high.values, *low.values)))
+    gain = sum(high.values) / len(high.values) - sum(low.values) / len(low.values) if finite else None
+    few = min(len(first.values), len(second.values)) < FEWEST
+    word: Word = "inconclusive"
+    if effect is not None and not few and not first.lost and not second.lost:
+        word = _word(effect, claim.margin, EQUIVALENT.get(claim.metric))
+    remarks = [*first.remarks(), *second.remarks(), *([f"fewer than {FEWEST} runs of an arm"] if few else [])]
+    return Verdict(word, "; ".join(remarks), spread(first.values), spread(second.values), gain, effect)
 
 
-def _word(gains: Sequence[float], margin: float) -> Literal["holds", "holds in part", "does not hold"]:
-    def agrees(gain: float) -> bool:
-        return gain >= -margin * (1 + 1e-9) if margin else gain > 0
-
-    if all(map(agrees, gains)):
-        return "holds"
-    return "holds in part" if agrees(sum(gains) / len(gains)) else "does not hold"
+def _word(effect: Effect, margin: float, equivalent: float | None) -> Word:
+    """Judge a claim of a gain or, with a margin, a claim that nothing is lost."""
+    low, high = effect.interval()
+    if margin:
+        return (
+            "supported" if effect.exceeds(-margin) < LEVEL else "contradicted" if high < -margin else "inconclusive"
+        )
+    if low > 0:
+        return "supported"
+    if high < 0:
+        return "contradicted"
+    within = equivalent is not None and effect.is_equivalent(equivalent) < LEVEL
+    return "not supported" if within else "inconclusive"
 
 
 def _metric_in_words(claim: Claim) -> str:
@@ -139,14 +143,3 @@ def _metric_in_words(claim: Claim) -> str:
     if claim.metric == "epochs-to" and claim.threshold is None:
         words += " without a threshold"
     return words if claim.score == "plain" else f"{words} ({claim.score})"
-
-
-def reduction(better: Sequence[float], than: Sequence[float]) -> float | None:
-    """Return by how many percent `better` is lower, 100·(1 - better/than), as a mean over pairs.
-
-    `None` if a value is infinite or the divisor is zero.
-    """
-    pairs = list(zip(better, than, strict=True))
-    if not pairs or any(not math.isfinite(a) or not math.isfinite(b) or b == 0 for a, b in pairs):
-        return None
-    return float(np.mean([100 * (1 - a / b) for a, b in pairs]))

@@ -29,6 +29,8 @@ ALGORITHMS: Catalogue[type[Algorithm]] = Catalogue(
         "granet": GraNet,
         "bsr-net": BSRNet,
     },
+    group="topologies",
+    base=Algorithm,
 )
 
 __all__ = [

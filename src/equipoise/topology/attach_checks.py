@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from equipoise.errors import UserError
+from equipoise.shards import is_sharded
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
 from equipoise.topology.bsr import BSRNet
@@ -19,6 +20,8 @@ from equipoise.world import ALONE, World
 
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology
+
+PACKED = "packed weights change their length, which fully_shard does not support; use masked storage"
 
 
 def check_arguments(algorithm: Algorithm, model: object, optimizer: object) -> None:
@@ -53,6 +56,7 @@ def check_attaching(
     _check_free(topology, owners)
     _check_not_pruned(topology, unwrap(model))
     _check_optimizer(topology)
+    _check_sharding(topology)
     _check_wrapper(topology, model)
     _check_window(topology)
 
@@ -99,6 +103,38 @@ def _check_wrapper(topology: Topology, model: nn.Module) -> None:
             "packed weights change their length, which DistributedDataParallel does not support; "
             "use masked storage, or `torchrun -m equipoise train`, which needs no wrapper"
         )
+
+
+def _check_sharding(topology: Topology) -> None:
+    """Refuse what `fully_shard` does not support."""
+    sharded = [is_sharded(layer.parameter) for layer in topology.layers]
+    if not any(sharded):
+        return
+    if isinstance(topology.algorithm, BSRNet):
+        raise UserError(
+            "BSR-Net refills one budget of the whole network after every step, which fully_shard does not support; "
+            "use DistributedDataParallel or another topology"
+        )
+    if topology.storage == "packed":
+        raise UserError(PACKED)
+    if not all(sharded):
+        name = topology.layers[sharded.index(False)].name
+        raise UserError(
+            f'"{name}" is not sharded and others are: its gradients are not averaged; shard or exclude it'
+        )
+
+
+def check_current(topology: Topology) -> None:
+    """Refuse to continue on parameters that `fully_shard` has replaced since the topology was attached."""
+    for layer, (module, leaf) in zip(topology.layers, topology.owners, strict=True):
+        sharded = is_sharded(module._parameters.get(leaf))
+        if sharded and layer.index is not None:
+            raise UserError(PACKED)
+        if sharded and not is_sharded(layer.parameter):
+            raise UserError(
+                f'fully_shard has replaced "{layer.name}" since the topology was attached; '
+                "create an optimizer of the new parameters and call topology.reattach(optimizer)"
+            )
 
 
 def _check_window(topology: Topology) -> None:

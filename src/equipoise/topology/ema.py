@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
+from equipoise.shards import is_sharded, local, reshard, share
 from equipoise.storage.flat import FlatParameters
 from equipoise.storage.masked import Compile, hide_inactive
 from equipoise.topology.topology import Topology
@@ -112,7 +113,7 @@ class EMA:
         for average, tensor in zip(self._averages, self._stepped, strict=True):
             rewiring = None if self.topology is None else self.topology.rewiring
             activity = None if rewiring is None else rewiring.activity_of(tensor)
-            self._blend(average, tensor.detach(), self._rate, activity)
+            self._blend(local(average), local(tensor.detach()), self._rate, activity)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -143,7 +144,10 @@ class EMA:
                 )
         self.steps = state["steps"]
         for name, value in self.values.items():
-            if (saved := state["values"][name]).shape == value.shape:
+            saved = state["values"][name]
+            if is_sharded(value):
+                local(value).copy_(local(saved) if is_sharded(saved) else share(saved, value))
+            elif saved.shape == value.shape:
                 value.copy_(saved)
             else:
                 value.data = saved.to(value, copy=True)
@@ -159,13 +163,22 @@ def blend(average: Tensor, weights: Tensor, rate: Tensor, activity: Tensor | Non
 @contextmanager
 def weights_of(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Run the model with other weights; the original weights are restored afterwards."""
-    original = {name: p.data for name, p in model.named_parameters()}
+    reshard(model)
+    original = {name: local(p).clone() if is_sharded(p) else p.data for name, p in model.named_parameters()}
     if added := set(original) - set(values):
         raise UserError(f'"{min(added)}" was added to the model after its average was created; create a new average')
     try:
-        for name, p in model.named_parameters():
-            p.data = values[name]
+        _set_weights(model, values)
         yield
     finally:
-        for name, p in model.named_parameters():
-            p.data = original[name]
+        _set_weights(model, original)
+
+
+@torch.no_grad()
+def _set_weights(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    reshard(model)
+    for name, p in model.named_parameters():
+        if is_sharded(p):
+            local(p).copy_(local(values[name]))  # fully_shard gathers from this memory
+        else:
+            p.data = values[name]

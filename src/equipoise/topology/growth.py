@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from equipoise.shards import is_sharded, local
 from equipoise.storage.masked import MaskedWeight
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm
@@ -32,6 +33,7 @@ class GrowthGradients:
         self._needed = algorithm.dense_gradient
         self._layers = layers
         self._world = world
+        self._sharded = any(is_sharded(layer.parameter) for layer in layers)
         self.recorded = False
         self.corrected = getattr(algorithm, "growth", "batch") == "corrected"
 
@@ -73,19 +75,25 @@ class GrowthGradients:
         if not layers:
             return None
         recorded = [_active_growth(layer) for layer in layers]
-        applied = [layer.parameter.grad.reshape(-1) for layer in layers if layer.parameter.grad is not None]
-        norm = _norm(recorded)
-        ratio = norm / _norm(applied)
-        rest = _norm([r - ratio.to(r) * a for r, a in zip(recorded, applied, strict=True)])
+        applied = [local(layer.parameter.grad).reshape(-1) for layer in layers if layer.parameter.grad is not None]
+        norm = self._norm(recorded)
+        ratio = norm / self._norm(applied)
+        rest = self._norm([r - ratio.to(r) * a for r, a in zip(recorded, applied, strict=True)])
         is_multiple = rest < TOLERANCE * norm
         return torch.where(is_multiple & ((ratio - 1).abs() > TOLERANCE), ratio, 1.0)
+
+    def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Norm of all tensors together, with their shards on other processes."""
+        norms = [tensor.norm() for tensor in tensors]
+        norm = torch.stack([norm.to(norms[0]) for norm in norms]).norm()
+        return self._world.all_reduce(norm.square()).sqrt() if self._sharded else norm
 
     def local(self) -> list[Tensor]:
         """What this process has recorded and must be averaged: one tensor for each weight, and which of them exist.
 
-        Empty in a single process and if the next step needs none.
+        Empty in a single process, if the next step needs none, and for sharded weights, whose gradients are means.
         """
-        if self._world.alone or not self.recorded:
+        if self._world.alone or self._sharded or not self.recorded:
             return []
         found = [torch.zeros(layer.mask().shape) if layer.growth is None else layer.growth for layer in self._layers]
         found = [tensor.to(layer.parameter) for tensor, layer in zip(found, self._layers, strict=True)]
@@ -101,19 +109,15 @@ class GrowthGradients:
 
     def all_reduce(self) -> None:
         """Average what was recorded over the processes."""
-        if local := self.local():
-            self.set(self._world.all_reduce_mean(local))
+        if found := self.local():
+            self.set(self._world.all_reduce_mean(found))
 
 
 def _active_growth(layer: SparseWeight) -> Tensor:
     """The recorded gradient in the layout of the parameter, zero at inactive weights."""
     assert layer.growth is not None
-    flat = layer.growth.reshape(-1)
     if layer.index is not None:
-        return flat[layer.index.long()]
-    return flat.masked_fill(~layer.mask().reshape(-1), 0)
-
-
-def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    norms = [tensor.norm() for tensor in tensors]
-    return torch.stack([norm.to(norms[0]) for norm in norms]).norm()
+        return layer.growth.reshape(-1)[layer.index.long()]
+    kept = layer.growth.clone()
+    layer.hide_inactive(kept)
+    return kept.reshape(-1)

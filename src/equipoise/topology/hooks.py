@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from equipoise.storage.masked import MaskedWeight
-from equipoise.topology.optimizer_state import overflowed
+from equipoise.topology.optimizer_state import is_dry, overflowed
 
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology
@@ -21,6 +21,7 @@ class Hooks:
     """Calls a topology after backward passes, before and after optimizer steps. Nothing is patched.
 
     A step that a GradScaler skips is not counted. It calls a fused optimizer nevertheless, which then changes nothing.
+    Neither is the step with which torch.distributed.checkpoint creates the state of an optimizer.
 
     Args:
         topology: The topology; its optimizer and its weights get the hooks.
@@ -28,6 +29,7 @@ class Hooks:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
+        self._dry = False
         optimizer = topology.optimizer
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -50,7 +52,8 @@ class Hooks:
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Prepare the gradients, or wrap the closure so that each of its calls ends with this preparation."""
-        if overflowed(self._topology.optimizer):
+        self._dry = is_dry(self._topology.optimizer, self._topology.world)
+        if self._dry or overflowed(self._topology.optimizer):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -66,7 +69,7 @@ class Hooks:
 
     def _after_step(self, *_: Any) -> None:
         topology = self._topology
-        if overflowed(topology.optimizer):
+        if self._dry or overflowed(topology.optimizer):
             return
         topology.after_step()
         topology.count_step()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.seeds import derive
+from equipoise.shards import gather, is_sharded
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.pattern import Pattern, parse_pattern
 from equipoise.topology.selection import select, unwrap
@@ -101,6 +102,7 @@ def _magnitudes(weight: Tensor, budget: int) -> Tensor | None:
     A few zeros do not make a weight sparse, unless the budget is exactly its nonzeros: uniform numbers of a type with
     rounding error ε are zero with a probability of about ε.
     """
+    weight = gather(weight, weight) if is_sharded(weight) else weight
     nonzeros = int(torch.count_nonzero(weight))
     zeros = weight.numel() - nonzeros
     few = weight.numel() * max(FEW_ZEROS, 4 * torch.finfo(weight.dtype).eps)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from equipoise.shards import local
 from equipoise.storage.sparse_weight import SparseWeight
+from equipoise.world import World
 
 
 def restart_lbfgs(optimizer: torch.optim.Optimizer) -> None:
@@ -26,7 +28,7 @@ def start_rprop(optimizer: torch.optim.Optimizer, layers: Sequence[SparseWeight]
         for parameter in group["params"]:
             size = optimizer.state.get(parameter, {}).get("step_size") if id(parameter) in sparse else None
             if size is not None:
-                size.masked_fill_(size == 0, float(group["lr"]))
+                local(size).masked_fill_(local(size) == 0, float(group["lr"]))
 
 
 def loss_scale(optimizer: torch.optim.Optimizer) -> Tensor | None:
@@ -38,6 +40,16 @@ def overflowed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a GradScaler has told a fused optimizer, for the time of its step, to change nothing."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
+
+
+def is_dry(optimizer: torch.optim.Optimizer, world: World) -> bool:
+    """Whether a step has learning rate 0 and zero gradients: torch.distributed.checkpoint takes one to create state."""
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    known = [not isinstance(rate, Tensor) or rate.device.type == "cpu" for rate in rates]
+    if optimizer.state or not all(known) or any(float(rate) for rate in rates):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return world.all(not any(bool(local(g).any()) for g in gradients if g is not None))
 
 
 class SkippedStep:

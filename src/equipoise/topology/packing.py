@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.storage.pack import pack_layer, pack_masks, tied_parameters, traced_or_same
+from equipoise.storage.pack import add_shortcuts, pack_layer, pack_masks, tied_parameters
 from equipoise.storage.packed import PackedWeight
 from equipoise.storage.packed_modules import PackedLayer, is_packable
 from equipoise.storage.sparse_weight import SparseWeight
@@ -31,15 +31,16 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         topology = eq.SET(sparsity=0.99).attach(model, optimizer, total_steps)
 
-    A model that torch.fx can trace keeps its activations in the blocked layout from layer to layer. Any other model
-    runs with conversions around each packed layer. A model is not traced if its forward makes decisions in Python that
-    tracing would freeze or lose: it looks at `self.training`, draws random numbers, reads a packed weight, sets
-    attributes, uses `torch.no_grad`, or changes a tensor in place and then uses it by its old name.
+    The copy keeps its class, attributes, methods and hooks. Activations stay in the blocked layout from layer to layer
+    in every part whose forward takes one tensor and whose source is a sequence of known calls: of submodules, of
+    torch's functions and of tensor methods (`equipoise.storage.trace.read`). Everything else runs as it is, with
+    conversions around each packed layer: a forward that looks at numbers, types or modes, catches exceptions, sets
+    attributes, draws random numbers in Python or changes a tensor in place that is read elsewhere; a call with hooks
+    inside, with other arguments, or under autocast. The first batch of each mode is computed both ways; if the results
+    differ, a warning says so and the model runs layer by layer.
 
-    A traced model is an `fx.GraphModule` with the forward of the class and none of its other methods; hooks on packed
-    layers and on the norms after them are lost. The weight of a packed layer is a vector called `values`, so an
-    optimizer that excludes vectors from weight decay by `ndim` must go by name. Frozen weights stay frozen. Tied
-    weights cannot be packed. `unpack` reverses packing.
+    The weight of a packed layer is a vector called `values`, so an optimizer that excludes vectors from weight decay by
+    `ndim` must go by name. Frozen weights stay frozen. Tied weights cannot be packed. `unpack` reverses packing.
 
     Args:
         model: The model; it is copied.
@@ -60,7 +61,7 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
         model = copy.deepcopy(model)
         for layer in what.layers:
             pack_layer(model, layer.name, layer.mask(), layer.final)
-    return traced_or_same(model)
+    return add_shortcuts(model)
 
 
 def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:
@@ -100,8 +101,8 @@ def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[SparseWeight]
 
 def _check_counts(algorithm: Algorithm, modules: Mapping[str, PackedLayer], model: nn.Module) -> None:
     """Refuse an algorithm whose final counts differ from those that the model was packed for."""
-    if algorithm.distribution == "bsr" and getattr(model, "bsr_densities", None) is None:
-        return  # a traced model no longer has the table of densities
+    if algorithm.distribution == "bsr":
+        return  # the table of densities is that of the dense model
     wanted = algorithm.final_counts({name: module.weight_shape for name, module in modules.items()}, model)
     size = sum(module.shape.weight_numel for module in modules.values())
     packed = sum(module.final or 0 for module in modules.values())

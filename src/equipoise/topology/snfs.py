@@ -38,7 +38,7 @@ class SNFS(Dynamic):
             raise UserError(f"momentum={self.momentum}: must be in [0, 1), such as 0.9")
 
     def observe(self, layer: SparseWeight, scale: Tensor | None) -> None:
-        gradient = layer.gradient
+        gradient = layer.local_gradient
         if gradient is None:
             return
         if scale is not None:  # the loss scale changes during training, the momentum must not
@@ -49,4 +49,4 @@ class SNFS(Dynamic):
 
     def growth_score(self, layer: SparseWeight, generator: torch.Generator) -> Tensor:
         """|m|; random for a weight that never took part in the loss."""
-        return super().growth_score(layer, generator) if layer.memory is None else layer.memory.abs()
+        return super().growth_score(layer, generator) if layer.memory is None else layer.whole(layer.memory).abs()

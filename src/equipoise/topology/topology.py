@@ -12,11 +12,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from equipoise.errors import UserError
 from equipoise.seeds import derive
+from equipoise.shards import is_sharded
 from equipoise.storage.flat import FlatParameters
 from equipoise.storage.masked import Compile, MaskedTensor, MaskedWeight
+from equipoise.storage.packed import PackedWeight
+from equipoise.storage.sharded import ShardedWeight
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
-from equipoise.topology.attach_checks import PrunedLayers, check_arguments, check_attaching, check_state
+from equipoise.topology.attach_checks import (
+    PACKED,
+    PrunedLayers,
+    check_arguments,
+    check_attaching,
+    check_current,
+    check_state,
+)
 from equipoise.topology.followers import Follower, Followers
 from equipoise.topology.growth import GrowthGradients
 from equipoise.topology.hooks import Hooks
@@ -69,8 +79,10 @@ class Topology:
         self.window = algorithm.window(total_steps)
         self.steps = 0
         self.updates = 0
+        self.model = unwrap(model)
         self.world = World.of(model) if world is None else world
-        self.layers = _sparse_weights(algorithm, unwrap(model), flat, compile)
+        self.layers = _sparse_weights(algorithm, self.model, flat, compile)
+        self.owners = [_owner(self.model, layer) for layer in self.layers]
         masked = {id(la.masked): la.masked for la in self.layers if isinstance(la, MaskedWeight) and la.masked.shared}
         self._vectors = list(masked.values())  # tensors of several weights that are masked at once
         self._skipped = SkippedStep()
@@ -80,7 +92,10 @@ class Topology:
         check_attaching(self, model, _OWNERS)
         self._unverified: dict[str, int] = {}  # checksums of a loaded state, until the next step
         self.rewiring = make_rewiring(algorithm, self.layers, self.states, self._followers, flat, compile)
-        self.pruned = PrunedLayers(unwrap(model), self.layers)
+        self.pruned = PrunedLayers(self.model, self.layers)
+        self._install(hooks)
+
+    def _install(self, hooks: bool) -> None:
         self.apply()
         for layer in self.layers:
             _OWNERS[layer.parameter] = weakref.ref(self)
@@ -118,6 +133,7 @@ class Topology:
     @property
     def masks(self) -> dict[str, Tensor]:
         """Boolean mask of every sparse weight, by parameter name."""
+        check_current(self)
         return {layer.name: layer.mask() for layer in self.layers}
 
     @property
@@ -183,6 +199,29 @@ class Topology:
             _OWNERS.pop(layer.parameter, None)
         self.growth.stop()
 
+    def reattach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Continue on a model that `torch.distributed.fsdp.fully_shard` has sharded since the topology was attached.
+
+        `fully_shard` replaces the parameters of a model, so that it needs a new optimizer, and this call. Masks,
+        counters and memory are kept.
+
+        Args:
+            optimizer: The optimizer of the sharded parameters.
+        """
+        pairs = zip(self.layers, self.owners, strict=True)
+        layers = [_sharded(layer, module._parameters[leaf]) for layer, (module, leaf) in pairs]
+        before = self.layers, self.optimizer
+        try:
+            self.layers, self.optimizer = layers, optimizer
+            check_attaching(self, self.model, _OWNERS)
+        finally:
+            self.layers, self.optimizer = before
+        self.detach()
+        self.layers, self.optimizer = layers, optimizer
+        self.world = World.of(self.model)
+        self.growth = GrowthGradients(self.algorithm, layers, self.world)
+        self._install(hooks=True)
+
     # One step: take_gradients after the backward passes, before_step, optimizer.step(), after_step, count_step
 
     @torch.no_grad()
@@ -209,6 +248,7 @@ class Topology:
     def before_step(self) -> None:
         """Prepare the gradients of a step, after its last backward pass."""
         if self.attached:
+            check_current(self)
             self._verify()
             self.growth.all_reduce()
         if self.algorithm.dense_gradient == "always":
@@ -290,15 +330,31 @@ class Topology:
     # Save, load, copy
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks, exploration and counters, and checksums of the weights that belong to them."""
+        """Masks, exploration and counters, and checksums of the weights that belong to them.
+
+        If the weights are sharded, all processes call this together and get the same state of whole weights, which
+        loads on any number of processes.
+        """
+        check_current(self)
         return {
             "algorithm": type(self.algorithm).__name__,
             "steps": self.steps,
             "updates": self.updates,
             "layers": {layer.name: layer.state_dict() for layer in self.layers},
-            "memory": {layer.name: layer.memory for layer in self.layers if layer.memory is not None},
+            "memory": self._memories(),
             "checksums": {layer.name: layer.checksum() for layer in self.layers},
         }
+
+    def _memories(self) -> dict[str, Tensor]:
+        """Memory of the algorithm for whole weights.
+
+        SNFS that has seen no gradient has zeros: torch.distributed.checkpoint loads only what a state already has.
+        """
+        found = {layer.name: layer.whole(layer.memory) for layer in self.layers if layer.memory is not None}
+        for layer in self.layers if self.algorithm.dense_gradient == "always" else ():
+            if layer.memory is None:
+                found[layer.name] = torch.zeros(layer.size, dtype=layer.parameter.dtype)
+        return found
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -330,8 +386,10 @@ class Topology:
     def _load_memory(self, layer: SparseWeight, memory: Tensor | None) -> None:
         if layer.memory is not None and memory is not None and self.rewiring is not None:
             layer.memory.copy_(memory)  # a view of the signs of all weights
+        elif memory is not None and self.algorithm.dense_gradient == "always" and not memory.any():
+            layer.memory = None
         else:
-            layer.memory = None if memory is None else memory.to(layer.parameter.device, copy=True)
+            layer.memory = None if memory is None else layer.part(memory).to(layer.parameter.device, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in self.__dict__.items() if key != "_hooks"}
@@ -365,6 +423,28 @@ def _owners(model: nn.Module) -> Iterator[Topology]:
     return (topology for topology in found if topology is not None)
 
 
+def _owner(model: nn.Module, layer: SparseWeight) -> tuple[nn.Module, str]:
+    """The module of a weight, and the name of its parameter there."""
+    if isinstance(layer, PackedWeight):
+        return layer.module, "values"
+    path, _, leaf = layer.name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+@torch.no_grad()
+def _sharded(layer: SparseWeight, parameter: nn.Parameter | None) -> SparseWeight:
+    """The same weight after `fully_shard` has made a new parameter of it."""
+    if isinstance(layer, PackedWeight):
+        raise UserError(PACKED)
+    if parameter is None or not is_sharded(parameter) or is_sharded(layer.parameter):
+        raise UserError(f'"{layer.name}" was not sharded since the topology was attached; reattach needs fully_shard')
+    moved = ShardedWeight(layer.name, parameter, layer.mask().reshape(-1).nonzero().squeeze(1), layer.final)
+    moved.initial = layer.initial
+    moved.load_state_dict(layer.state_dict())
+    moved.memory = None if layer.memory is None else moved.part(layer.memory)
+    return moved
+
+
 def _sparse_weights(
     algorithm: Algorithm, model: nn.Module, flat: FlatParameters | None, compile: Compile
 ) -> list[SparseWeight]:
@@ -376,6 +456,9 @@ def _sparse_weights(
     plan = plan_layers(algorithm, model)
     warn_about_lost(algorithm, plan, stacklevel=4)  # the caller of attach()
     for planned in plan:
+        if is_sharded(planned.weight):
+            layers.append(ShardedWeight(planned.name, planned.weight, planned.active, planned.final))
+            continue
         masked = vectors[id(flat.stretch_of(planned.weight))] if flat is not None else None
         layers.append(MaskedWeight(planned.name, planned.weight, planned.active, planned.final, masked, flat))
     return layers

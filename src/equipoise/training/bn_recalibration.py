@@ -31,7 +31,7 @@ def bn_recalibrated(
     Raises:
         UserError: If there is no image.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    norms = norms_of(model)
     saved = [{key: value.clone() for key, value in norm.named_buffers()} for norm in norms]
     momenta = [norm.momentum for norm in norms]
     with preserved_modes(model):
@@ -47,6 +47,11 @@ def bn_recalibrated(
                 norm.momentum = momentum
                 for key, value in norm.named_buffers():
                     value.copy_(buffers[key])
+
+
+def norms_of(model: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm layers that keep running statistics."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
 
 def _recompute(model: nn.Module, norms: list[_BatchNorm], batches: Iterable[Tensor]) -> None:

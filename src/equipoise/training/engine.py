@@ -60,6 +60,8 @@ class CudaEngine(Engine):
         compile: Whether to compile.
         capture: Whether to capture. With neither, functions run as they are, on any device.
         on_startup: Called with the seconds of each first run and each recording.
+        communicates: Whether functions communicate with other processes. The threads of nccl then call CUDA while
+            this one captures.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class CudaEngine(Engine):
         compile: bool = True,
         capture: bool = True,
         on_startup: Callable[[float], None] = lambda seconds: None,
+        communicates: bool = False,
     ) -> None:
         self.captures = capture
         self._compiles = compile
         self._on_startup = on_startup
+        self._error_mode = "thread_local" if communicates else "global"
         self._steps = 0
         self._generators: list[torch.Generator] = []
         self._seen: set[Hashable] = set()
@@ -138,6 +142,6 @@ class CudaEngine(Engine):
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
             graph.register_generator_state(generator)
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode):
             function()
         return graph

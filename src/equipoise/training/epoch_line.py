@@ -40,8 +40,8 @@ def epoch_line(trainer: Trainer, scores: dict[str, Score]) -> dict[str, Any]:
 
 def _passes(trainer: Trainer) -> dict[str, int]:
     """Passes over batches so far; those of attacks, each forward and backward to the images, are counted separately."""
-    objective = trainer.recipe.objective
-    passes = {kind: count * objective.loss_passes for kind, count in trainer.parts.correction.passes.items()}
-    if objective.attack_passes:
-        passes["attack"] = trainer.parts.passes.attacks * objective.attack_passes
+    recipe = trainer.recipe
+    passes = {kind: count * recipe.loss_passes for kind, count in trainer.parts.correction.passes.items()}
+    if recipe.objective.attack_passes:
+        passes["attack"] = trainer.parts.passes.attacks * recipe.objective.attack_passes
     return passes

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from equipoise.data import Folder, FolderLoader, Images, Loader, ResizedCrop, Splits
+from equipoise.errors import UserError
 from equipoise.seeds import derive
 from equipoise.training.recipe import Recipe
 from equipoise.world import World
@@ -27,6 +28,8 @@ def training_loader(recipe: Recipe, part: Images | Folder, device: torch.device,
         "ranks": world.size,
     }
     if isinstance(part, Folder):
+        if recipe.as_published.needs_raw_images:
+            raise UserError("as_published needs images in memory, and those of a folder are not; remove it")
         return FolderLoader(part, augment=ResizedCrop(), size=data.size, workers=data.workers, **common)
     return Loader(part, augment=data.augment, **common)
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from equipoise.training.passes import Passes
 from equipoise.training.precision import prepare_gpu
 from equipoise.training.recipe import Recipe
 from equipoise.training.step import Step
-from equipoise.training.sync_batchnorm import synchronise
+from equipoise.training.sync_batchnorm import SyncedBatchNorm, synchronise
 from equipoise.world import ALONE, World
 
 
@@ -39,6 +40,7 @@ class Parts:
     """The objects of a run, made in one place so that a new run and a resumed one are made alike.
 
     Attributes:
+        classes: Names of the classes, by label.
         train: The training images, shuffled and augmented.
         loaders: Every split in order, for scoring.
         flat: The layout of the parameters in masked storage.
@@ -50,6 +52,7 @@ class Parts:
     topology: Topology
     correction: Correction
     ema: EMA | None
+    classes: tuple[str, ...]
     train: AnyLoader
     loaders: dict[str, AnyLoader]
     flat: FlatParameters | None
@@ -79,7 +82,7 @@ def make_parts(
         on_startup: Called with seconds that an engine spends on compiling and capturing.
     """
     device = find_device(recipe.device) if world.alone else world.device
-    splits = load(recipe.data.name, recipe.data.root, recipe.data.validation, recipe.seed)
+    splits = load(recipe.data.name, recipe.data.root, recipe.data.validation, recipe.seed, recipe.data_options)
     torch.manual_seed(derive(recipe.seed, "model"))
     prepare_gpu(recipe.precision, device)
     model = synchronise(make_model(recipe, splits), world).to(device)
@@ -87,7 +90,7 @@ def make_parts(
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     train = training_loader(recipe, splits.train, device, world)
-    check_fit(model, train, len(splits.classes), device)
+    check_fit(model, recipe, train, len(splits.classes), device)
     packed = choose_storage(recipe, model, device) == "packed"
     if packed:
         model = pack(model, recipe.topology)
@@ -116,7 +119,8 @@ def make_parts(
     step = Step(model, optimizer, topology, correction, ema, train, passes, meter, engine, recipe.clip)
     loaders = scoring_loaders(recipe, splits, device, world)
     return Parts(
-        device, model, optimizer, topology, correction, ema, train, loaders, flat, engine, passes, meter, step
+        *(device, model, optimizer, topology, correction, ema, splits.classes),
+        *(train, loaders, flat, engine, passes, meter, step),
     )
 
 
@@ -134,13 +138,13 @@ def choose_engine(
     if reason := obstacle(recipe, model, loader, world):
         warnings.warn(f"steps run in eager mode, which is slower: {reason}", stacklevel=2)
         return Engine()
-    return CudaEngine(device, on_startup=on_startup)
+    return CudaEngine(device, on_startup=on_startup, communicates=not world.alone)
 
 
 def obstacle(recipe: Recipe, model: nn.Module, loader: AnyLoader, world: World) -> str:
     """Why the steps of a run cannot be captured; empty if they can."""
-    if not world.alone:
-        return "several processes average their gradients in between"
+    if not world.capturable and any(isinstance(module, SyncedBatchNorm) for module in model.modules()):
+        return "BatchNorm communicates inside a pass, which only nccl can do in a CUDA graph"
     if not isinstance(loader, Loader):
         return "the images are not on the device"
     if any(isinstance(module, _DropoutNd) for module in model.modules()):
@@ -153,10 +157,11 @@ def obstacle(recipe: Recipe, model: nn.Module, loader: AnyLoader, world: World) 
 def attach_correction(
     recipe: Recipe, model: nn.Module, topology: Topology, batches: int, gradients: Gradients
 ) -> Correction:
-    """The correction of the recipe; if it leaves the mode open, in the cheapest mode that gives the same estimate.
+    """The correction of the recipe.
 
-    That is `replay` if batches are known ahead and their gradients fit in memory, and `running` if an attack makes the
-    batches at their step, unless the recipe asks for a full pass by naming the images that it is computed on.
+    If the recipe leaves the mode open, it is `replay` if batches are known ahead and their gradients fit in memory,
+    else `recompute`. Both have the same g_old and g̃; `replay` estimates the loss coefficient from a tenth of the
+    batches.
     """
     estimator, named = recipe.correction, recipe.raw.get("correction")
     is_open = (
@@ -164,18 +169,22 @@ def attach_correction(
         and estimator.corrects
         and estimator.mode == "recompute"
         and estimator.batch_fraction == estimator.step_fraction == 1
+        and not recipe.objective.attack_passes
+        and not recipe.as_published.raw_full_pass
     )
+    bn_trace = recipe.as_published.bn_trace
 
     def attach(estimator: Estimator) -> Correction:
         total, cost = recipe.epochs * batches, relative_cost(recipe, estimator)
-        return estimator.attach(
-            model, topology, total, recipe.seed, world=topology.world, cost=cost, gradients=gradients
-        )
+        options: dict[str, Any] = {
+            "world": topology.world,
+            "cost": cost,
+            "gradients": gradients,
+            "bn_trace": bn_trace,
+        }
+        return estimator.attach(model, topology, total, recipe.seed, **options)
 
-    if is_open and recipe.objective.attack_passes:
-        if "full_pass" not in recipe.raw:
-            return attach(replace(estimator, mode="running"))
-    elif is_open:
+    if is_open:
         replaying = attach(replace(estimator, mode="replay"))
         if topology.world.all(replaying.estimate_cost(batches).fits(replaying.device)):
             return replaying
@@ -187,7 +196,7 @@ def relative_cost(recipe: Recipe, estimator: Estimator) -> float:
 
     A forward pass counts 1, a backward pass 2, and a backward pass to the images alone, as in an attack, 1.
     """
-    own = 3 * recipe.objective.loss_passes
+    own = 3 * recipe.loss_passes
     attack = 2 * recipe.objective.attack_passes
     extra = own * (estimator.cost - 1)
     if recipe.full_pass == "adversarial" and estimator.mode == "recompute":

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from equipoise.data import FolderLoader, Loader
 from equipoise.data.loader import assemble
 from equipoise.objectives import Objective, Standard
+from equipoise.objectives.adversarial_training import without_statistics
 from equipoise.seeds import derive
 from equipoise.storage.flat import FlatParameters
 from equipoise.training.engine import Engine
@@ -29,12 +30,19 @@ class BatchRef(NamedTuple):
         batch: The batch of the epoch, from 0.
         attacked: Whether its images are attacked.
         purpose: What the attack is for, which seeds it in addition to the step.
+        raw: Whether its images are left without augmentation, as in the full pass of the published code.
     """
 
     epoch: int
     batch: int
     attacked: bool = False
     purpose: tuple[str | int, ...] = ()
+    raw: bool = False
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """What distinguishes the work on batches of one size."""
+        return self.attacked, self.raw
 
 
 class Passes:
@@ -70,27 +78,40 @@ class Passes:
         self.attacks_steps = recipe.objective.attack_passes > 0
         # In adversarial training g̃ is by default that of the clean loss, as in the paper.
         self.full_pass_is_clean = self.attacks_steps and recipe.full_pass == "clean"
-        self._objectives = {
-            True: recipe.objective,
-            False: Standard() if self.full_pass_is_clean else recipe.objective,
+        self.full_pass_is_raw = recipe.as_published.raw_full_pass
+        clean = Standard() if self.full_pass_is_clean else recipe.objective
+        raw = recipe.as_published.raw_gradient
+        losses = {
+            (True, False): self._loss_of(recipe.objective, raw),
+            (False, False): self._loss_of(clean, 0 if self.full_pass_is_clean else raw),
+            (False, True): self._loss_of(clean),
         }
-        self._generator = torch.Generator(device)
-        engine.register(self._generator)
+        self._generators: dict[int, torch.Generator] = {}  # of attacks, by number of images over all processes
         self._fast_assemble = engine.compiled(assemble)
         self._fast_model = engine.compiled(model)
-        self._fast_losses = {attacked: engine.compiled(self._loss_of(o)) for attacked, o in self._objectives.items()}
+        self._losses = losses
+        self._fast_losses = {kind: engine.compiled(loss) for kind, loss in losses.items()}
         self._ref: BatchRef | None = None
-        self._batches: dict[tuple[bool, int], tuple[Tensor, ...]] = {}
+        self._batches: dict[tuple[tuple[bool, bool], int], tuple[Tensor, ...]] = {}
         self._outputs: dict[int, Tensor] = {}  # logits by batch size
         self._loss = torch.zeros((), dtype=self._parameters[0].dtype, device=device)
         self._stream: tuple[tuple[int, int], Iterator[tuple[Tensor, Tensor]]] | None = None
 
-    def _loss_of(self, objective: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _loss_of(self, objective: Objective, raw_gradient: float = 0.0) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The loss of a batch, mixed with that of its raw images, which are its last tensor, if a fraction is given."""
+
         def loss(*batch: Tensor) -> tuple[Tensor, Tensor]:
             with autocast(self._recipe.precision, self._device):
                 return objective.loss(self._model, *batch)
 
-        return loss
+        def mixed(*batch: Tensor) -> tuple[Tensor, Tensor]:
+            with autocast(self._recipe.precision, self._device):
+                own, logits = objective.loss(self._model, *batch[:-1])
+                raw, _ = clean.loss(lambda x: without_statistics(self._model, x), batch[-1], batch[1])
+                return torch.lerp(own, raw, raw_gradient), logits
+
+        clean = objective if isinstance(objective, Standard) else Standard()
+        return mixed if raw_gradient else loss
 
     def begin_step(self, number: int) -> None:
         """Tell the number of the coming step, which seeds its attacks."""
@@ -104,7 +125,7 @@ class Passes:
         size = self._size(ref)
         if ref != self._ref:
             generator = self._attack_generator(ref) if ref.attacked else None
-            key = ("batch", ref.attacked, size) if isinstance(self._loader, Loader) else None
+            key = ("batch", *self.kind(ref, size)) if isinstance(self._loader, Loader) else None
             self._engine.run(key, partial(self._make_batch, ref, size, generator))
             self._ref = ref
         return size
@@ -132,26 +153,38 @@ class Passes:
             return self._loader.place(ref.epoch, ref.batch)
         return len(range(self._world.rank, self._loader.order.size(ref.epoch, ref.batch), self._world.size))
 
+    def _images_of_all(self, ref: BatchRef) -> int:
+        """Number of images of a batch, over all processes."""
+        return self._loader.order.size(ref.epoch, ref.batch)
+
+    def kind(self, ref: BatchRef, size: int) -> tuple[bool, bool, int, int]:
+        """What decides the work of a pass, besides values on the device: attack, raw, images here, images of all."""
+        return *ref.kind, size, self._images_of_all(ref)
+
     def _attack_generator(self, ref: BatchRef) -> torch.Generator:
         self.attacks += 1
-        generator = self._generator
-        if not self._world.alone:
-            generator = own_generator(self._world, self._device, self._loader.order.size(ref.epoch, ref.batch))
+        images = 0 if self._world.alone else self._images_of_all(ref)
+        if images not in self._generators:
+            self._generators[images] = own_generator(self._world, self._device, images)
+            self._engine.register(self._generators[images])
+        generator = self._generators[images]
         return generator.manual_seed(derive(self._recipe.seed, "attack", self._step, *ref.purpose))
 
     def _make_batch(self, ref: BatchRef, size: int, generator: torch.Generator | None) -> None:
         x, y = self._images(ref, size)
         batch: tuple[Tensor, ...] = (x, y)
         if ref.attacked or not self.attacks_steps:
-            fast = self._is_usual(size) and self._engine.captures
+            fast = self._is_usual(ref) and self._engine.captures
             model = self._fast_model if fast else self._model
             with autocast(self._recipe.precision, self._device):
                 batch = self._recipe.objective.prepare(model, x, y, generator)  # type: ignore[arg-type]
-        self._batches[ref.attacked, size] = self._kept(self._batches.get((ref.attacked, size)), batch)
+            if self._recipe.as_published.raw_gradient and not ref.raw:
+                batch = (*batch, self._images(ref._replace(raw=True), size)[0])
+        self._batches[ref.kind, size] = self._kept(self._batches.get((ref.kind, size)), batch)
 
     def _images(self, ref: BatchRef, size: int) -> tuple[Tensor, Tensor]:
         if isinstance(self._loader, Loader):
-            return self._loader.assemble(size, self._fast_assemble if self._is_usual(size) else assemble)
+            return self._loader.assemble(size, self._fast_assemble if self._is_usual(ref) else assemble, ref.raw)
         position = (ref.epoch, ref.batch)
         if self._stream is None or self._stream[0] != position:
             self._stream = (position, self._loader.epoch(ref.epoch, start=ref.batch))
@@ -159,9 +192,9 @@ class Passes:
         self._stream = ((ref.epoch, ref.batch + 1), self._stream[1])
         return images
 
-    def _is_usual(self, size: int) -> bool:
+    def _is_usual(self, ref: BatchRef) -> bool:
         """Whether a batch is worth compiling for; a last, smaller one is not."""
-        return size == self._loader.order.batch
+        return self._images_of_all(ref) == self._loader.order.batch
 
     def _kept(self, old: tuple[Tensor, ...] | None, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Tensors with these values: copies at fixed addresses if the engine captures."""
@@ -184,7 +217,7 @@ class Passes:
     def evaluate(self, ref: BatchRef, at_snapshot: bool) -> Tensor:
         """Mean loss of a batch, without gradient."""
         size = self.prepare(ref)
-        self._engine.run(("evaluate", at_snapshot, ref.attacked, size), partial(self._evaluate, ref, size))
+        self._engine.run(("evaluate", at_snapshot, *self.kind(ref, size)), partial(self._evaluate, ref, size))
         return self._loss.clone()
 
     def _evaluate(self, ref: BatchRef, size: int) -> None:
@@ -194,7 +227,9 @@ class Passes:
     def differentiate(self, ref: BatchRef, at_snapshot: bool) -> Tensor:
         """Mean loss of a batch; its gradient is then in the flat gradient vector."""
         size = self.prepare(ref)
-        self._engine.run(("differentiate", at_snapshot, ref.attacked, size), partial(self._differentiate, ref, size))
+        self._engine.run(
+            ("differentiate", at_snapshot, *self.kind(ref, size)), partial(self._differentiate, ref, size)
+        )
         return self._loss.clone()
 
     def _differentiate(self, ref: BatchRef, size: int) -> None:
@@ -223,25 +258,23 @@ class Passes:
             self._model.zero_grad()
 
     def _forward(self, ref: BatchRef, size: int) -> tuple[Tensor, Tensor]:
-        batch = self._batches[ref.attacked, size]
-        if self._is_usual(size):
-            loss, logits = self._fast_losses[ref.attacked](*batch)
-        else:
-            loss, logits = self._loss_of(self._objectives[ref.attacked])(*batch)
+        batch = self._batches[ref.kind, size]
+        losses = self._fast_losses if self._is_usual(ref) else self._losses
+        loss, logits = losses[ref.kind](*batch)
         if not self._world.alone:
             # Each process has a share of the batch: the mean over the processes is the mean over the batch.
-            loss = loss * (self._world.size * size / self._loader.order.size(ref.epoch, ref.batch))
+            loss = loss * (self._world.size * size / self._images_of_all(ref))
         return loss, logits
 
     # What the last pass at the live weights has left
 
     def outcome(self, ref: BatchRef, size: int) -> tuple[Tensor, Tensor]:
         """Logits and labels of the last pass on a batch of this kind."""
-        return self._outputs[size], self._batches[ref.attacked, size][1]
+        return self._outputs[size], self._batches[ref.kind, size][1]
 
     def images(self, ref: BatchRef, size: int) -> Tensor:
         """The images of the last batch of this kind."""
-        return self._batches[ref.attacked, size][0]
+        return self._batches[ref.kind, size][0]
 
 
 class RefreshBatches:
@@ -267,7 +300,7 @@ class RefreshBatches:
         for i in range(self._count):
             epoch, batch = divmod(self._first + i, self._batches)
             # Without an attack the reference is that of the step: replay compares them.
-            ref = BatchRef(epoch, batch, attacked, ("refresh", i) if attacked else ())
+            ref = BatchRef(epoch, batch, attacked, ("refresh", i) if attacked else (), self._passes.full_pass_is_raw)
             if attacked:
                 self._passes.prepare(ref)
             yield (ref,)

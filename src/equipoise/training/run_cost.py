@@ -61,7 +61,7 @@ def passes_so_far(trainer: Trainer) -> Passes:
     parts, objective = trainer.parts, trainer.recipe.objective
     size = trainer.images / trainer.step if trainer.step else 0.0
     forward, backward = (
-        round(parts.correction.passes[kind] * objective.loss_passes * size) for kind in ("forward", "backward")
+        round(parts.correction.passes[kind] * trainer.recipe.loss_passes * size) for kind in ("forward", "backward")
     )
     wish = parts.topology.algorithm.dense_gradient
     steps = {"never": 0, "at updates": parts.topology.updates, "always": parts.topology.steps}[wish]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from equipoise.correction.snapshot import RandomState
 from equipoise.errors import UserError
 from equipoise.training.convert_storage import in_storage, plain_names
+from equipoise.training.evaluate import Score
 from equipoise.training.optimizers import NamedState
 from equipoise.training.processes import local_part, state_for_process
 
@@ -37,6 +38,7 @@ def _state_of_process(trainer: Trainer) -> dict[str, Any]:
         "position": [trainer.epoch, trainer.batch, trainer.images, parts.passes.attacks],
         "rollbacks": trainer.rollbacks,
         "best": trainer.best,
+        "published": None if trainer.published is None else asdict(trainer.published),
         "seconds": trainer.seconds,
         "startup_seconds": trainer.startup_seconds,
         "model": parts.model.state_dict(),
@@ -78,7 +80,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
     parts, topology = trainer.parts, trainer.parts.topology
     here = _state_of_process(trainer)
     for part, value in here.items():
-        if part not in state or (state[part] is None and part != "ema"):
+        if part not in state or (state[part] is None and part not in ("ema", "published")):
             raise _misfit(f"it has no {part}")
         _check_kind(state[part], value, part)
     _check_fingerprint(state["fingerprint"], here["fingerprint"])
@@ -106,6 +108,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
                 owner.load_state_dict(state[part])
     trainer.epoch, trainer.batch, trainer.images, parts.passes.attacks = state["position"]
     trainer.rollbacks, trainer.best = state["rollbacks"], state["best"]
+    trainer.published = None if state["published"] is None else Score(**state["published"])
     trainer.seconds, trainer.startup_seconds = state["seconds"], state["startup_seconds"]
     cpu, cuda = state["random"]
     random = RandomState.of(cpu, cuda, parts.device)

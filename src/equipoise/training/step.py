@@ -66,7 +66,7 @@ class Step:
         ref = self._begin(number, learning_rate)
         if self._is_plain:
             size, gradients = self._passes.begin(ref)
-            key = ("step", ref.attacked, size, self._topology.rewires_next)
+            key = ("step", *self._passes.kind(ref, size), self._topology.rewires_next)
             self._engine.run(key, partial(self._plain_step, ref, size, gradients))
             self._correction.count_step(passes=1)
         else:
@@ -77,14 +77,19 @@ class Step:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether a recording engine can run the coming step at once: no correction, topology update or clipping."""
+        """Whether a recording engine can run the coming step at once: no correction, topology update or clipping.
+
+        Several processes that communicate over gloo average the gradients between two recorded parts.
+        """
         topology = self._topology
         special = self._correction.corrects_next_step or topology.update_is_next or topology.growth.recorded
-        return self._engine.captures and not special and not self._clip
+        return self._engine.captures and topology.world.capturable and not special and not self._clip
 
     def _plain_step(self, ref: BatchRef, size: int, gradients: Callable[[], Tensor]) -> None:
-        self._loss.copy_(gradients())
+        loss = gradients()
         self._topology.take_gradients()
+        (mean,) = self._correction.runner.all_reduce_mean(loss)
+        self._loss.copy_(mean)
         self._update(ref, size)
 
     def _take(self, ref: BatchRef) -> None:

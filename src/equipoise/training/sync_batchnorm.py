@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ class SyncedBatchNorm(_BatchNorm):
     """
 
     world: World
+    _normalise: Callable[..., Any]
 
     @classmethod
     def from_torch(cls, norm: _BatchNorm, world: World) -> SyncedBatchNorm:
@@ -26,12 +28,14 @@ class SyncedBatchNorm(_BatchNorm):
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         new._parameters, new._buffers = norm._parameters, norm._buffers
         new.world = world
+        # Compiled code would have to trace the collectives. Importing the compiler takes seconds: only for GPUs.
+        new._normalise = torch.compiler.disable(_Normalise.apply) if world.device.type == "cuda" else _Normalise.apply
         return new.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
             return super().forward(x)
-        y, mean, variance, count = _Normalise.apply(x, self.weight, self.bias, self.eps, self.world)
+        y, mean, variance, count = self._normalise(x, self.weight, self.bias, self.eps, self.world)
         if self.training and self.running_mean is not None and self.running_var is not None:
             factor = self._factor()
             with torch.no_grad():
@@ -40,12 +44,12 @@ class SyncedBatchNorm(_BatchNorm):
                 self.running_var.lerp_(unbiased.to(self.running_var), factor)
         return cast(Tensor, y)
 
-    def _factor(self) -> float:
-        """Count this batch and return its weight in the running average."""
+    def _factor(self) -> float | Tensor:
+        """Count this batch and return its weight in the running average; does not wait for a GPU."""
         if self.num_batches_tracked is None:
             return self.momentum or 0.0
         self.num_batches_tracked.add_(1)
-        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return self.num_batches_tracked.to(self.running_mean).reciprocal() if self.momentum is None else self.momentum
 
     def _check_input_dim(self, x: Tensor) -> None:
         pass

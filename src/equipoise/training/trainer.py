@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -16,17 +17,19 @@ from torch import Tensor
 
 from equipoise.config import split
 from equipoise.correction.snapshot import RandomState
+from equipoise.data import Loader
 from equipoise.errors import NonFiniteLoss
 from equipoise.seeds import derive
 from equipoise.training import rollback, signals
 from equipoise.training.engine import Engine
 from equipoise.training.epoch_line import epoch_line
-from equipoise.training.evaluate import Score, score_three_ways
+from equipoise.training.evaluate import Score, score, score_three_ways
 from equipoise.training.layer_summary import describe_layers
 from equipoise.training.meter import Meter, learned_nothing
 from equipoise.training.non_finite import check_weights
 from equipoise.training.parts import make_parts
 from equipoise.training.precision import autocast
+from equipoise.training.published import STATISTICS_BATCHES, raw_shifts, shifted
 from equipoise.training.recipe import Recipe
 from equipoise.training.run_folder import RunFolder, strict
 from equipoise.training.run_state import restore, state_of
@@ -71,6 +74,7 @@ class Trainer:
         self.images = 0
         self.rollbacks = 0
         self.learning_rate = recipe.optimizer.lr  # of the last step
+        self.published: Score | None = None  # as the published code scores the current epoch, after its first step
         self.history: list[dict[str, Any]] = []
         self.parts = make_parts(recipe, world, engine, self._count_startup)
         torch.manual_seed(derive(recipe.seed, "training", *([] if world.alone else [world.rank])))
@@ -177,7 +181,36 @@ class Trainer:
         if self._refresh_is_due():
             self._refresh()
         self.learning_rate = self._scheduled_rate()
-        self.images += self.parts.step(self.step, self.learning_rate)
+        if self.batch == 0 and self.recipe.as_published.score:
+            self._step_as_published()
+        else:
+            self.images += self.parts.step(self.step, self.learning_rate)
+
+    def _step_as_published(self) -> None:
+        """Take a step, and score the model with the BatchNorm statistics that a pass over raw images leaves before it.
+
+        With `bn_trace` the full pass of the correction has left them.
+        """
+        parts, published = self.parts, self.recipe.as_published
+        assert isinstance(parts.train, Loader)  # which recipes with `as_published` need
+        precision = partial(autocast, self.recipe.precision, parts.device)
+        raw = (x for x, _ in islice(parts.train.epoch(self.epoch, raw=True), STATISTICS_BATCHES))
+        with self._uncounted():
+            shifts = [] if published.bn_trace else raw_shifts(parts.model, raw, precision)
+        self.images += parts.step(self.step, self.learning_rate)
+        with self._uncounted(), shifted(shifts):
+            self.published = score(parts.model, parts.loaders[parts.judged_on].epoch(0), precision, self.world)
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Leave the block out of the seconds of training."""
+        if not self._on_cpu:
+            torch.cuda.synchronize()
+        before = time.perf_counter()
+        yield
+        if not self._on_cpu:
+            torch.cuda.synchronize()
+        self.seconds -= time.perf_counter() - before
 
     @property
     def _on_cpu(self) -> bool:
@@ -227,7 +260,8 @@ class Trainer:
     def _finish_epoch(self) -> None:
         self.parts.topology.check_equal()
         scores = self.evaluate()
-        line = strict(epoch_line(self, scores))
+        published = {} if self.published is None else {"as_published": self.published}
+        line = strict(epoch_line(self, scores | published))
         self.history.append(line)
         accuracy = max(score.accuracy for score in scores.values())
         is_best = self.recipe.checkpoint.best and accuracy > self.best

@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=20_000, help="number of wrong inputs")
     parser.add_argument("--concurrent", type=int, default=500, help="number of concurrent runs")
     parser.add_argument("--calls", type=int, default=3000, help="number of kernel calls under AddressSanitizer")
-    parser.add_argument("--threads", type=int, default=300, help="number of concurrent runs under ThreadSanitizer")
+    parser.add_argument("--threads", type=int, default=500, help="number of concurrent runs under ThreadSanitizer")
     parser.add_argument("--minutes", type=float, default=0.0, help="begin no work after so many minutes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of processes")
     parser.add_argument("--seed", type=int, default=0)

@@ -20,6 +20,7 @@ from equipoise.correction import (
     Agent,
     AgentReducedRate,
     AlphaSVRG,
+    AsPublished,
     Estimator,
     Fixed,
     FixedC,
@@ -46,6 +47,19 @@ def test_losses_are_smoothed_as_in_algorithm_1(rounds: list[Any], alpha: float, 
         c_hat = np.cov(new, old, ddof=1)[0, 1] / spread
         c = (1 - alpha) * c + alpha * (min(max(c_hat, 0), 1) if clamp else c_hat)
         assert coefficient.value(0.5) == pytest.approx(c, rel=1e-9, abs=1e-9)
+
+
+@given(st.integers(1, 40), st.floats(0, 1))
+def test_the_published_coefficient_is_a_schedule(epochs: int, alpha: float) -> None:
+    """np.cov of a list of losses with itself over its variance, smoothed as in the published code."""
+    coefficient, c = AsPublished(smoothing=alpha).make(), 0.0
+    for epoch in range(epochs):
+        coefficient.restart(1)
+        losses = np.random.default_rng(epoch).normal(size=9)
+        c_hat = np.cov(losses, losses, ddof=1)[0][1] / np.var(losses, ddof=1)
+        c = (1 - alpha) * c + alpha * c_hat if epoch else 0.0
+        assert coefficient.value(0.0) == pytest.approx(c, abs=1e-12)
+        assert c == pytest.approx(1 - (1 - alpha) ** epoch, abs=1e-12)
 
 
 def test_without_a_spread_of_losses_c_stays() -> None:

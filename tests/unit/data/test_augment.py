@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.ndimage import affine_transform
 
 from equipoise.data.augment import Augment, Moves, move
 from equipoise.errors import UserError
@@ -90,6 +91,7 @@ def test_shift_reaches_the_whole_fraction():
         ({"crop": False, "shift": -0.1}, "shift=-0.1"),
         ({"crop": False, "shift": float("nan")}, "shift=nan"),
         ({"shift": 0.1}, "crop=False"),
+        ({"fractional": True}, "fractional is about a shift"),
     ],
 )
 def test_wrong_options_are_explained(options, words):
@@ -111,3 +113,36 @@ def test_move_compiles_to_one_graph_with_equal_results():
     for reflect in (True, False):
         whole = torch.compile(move, backend="eager", fullgraph=True)
         assert torch.equal(whole(images, moves, reflect=reflect), move(images, moves, reflect=reflect))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(2, 7), st.integers(2, 7))
+def test_fractional_shifts_are_those_of_scipy(seed, channels, height, width):
+    """Keras shifts with `scipy.ndimage.affine_transform(order=1, mode="nearest")`, then flips."""
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (3, channels, height, width), dtype=np.uint8)
+    offsets = rng.uniform(-1.5 * height, 1.5 * height, (3, 2)).astype(np.float32)
+    flips = rng.random(3) < 0.5
+    moved = move(torch.from_numpy(images), Moves(torch.from_numpy(offsets), torch.from_numpy(flips)), reflect=False)
+    assert moved.dtype == torch.float32
+    for n in range(3):
+        for channel in range(channels):
+            pixels = images[n, channel].astype(np.float64)
+            expected = affine_transform(pixels, np.eye(2), offsets[n].astype(float), order=1, mode="nearest")
+            expected = expected[:, ::-1] if flips[n] else expected
+            np.testing.assert_allclose(moved[n, channel].numpy(), expected, atol=2e-2)  # of 255
+
+
+def test_fractional_draws_are_uniform_within_the_shift():
+    offsets, _ = Augment(crop=False, shift=0.1, fractional=True).draw(50_000, 32, 20, seed=0, epoch=0)
+    for column, most in zip(offsets.double().T, (3.2, 2.0), strict=True):
+        assert -most <= float(column.min()) < -0.99 * most
+        assert 0.99 * most < float(column.max()) <= most
+        assert abs(float(column.mean())) < 5 * most / 3**0.5 / 50_000**0.5
+        assert float(column.var()) == pytest.approx(most**2 / 3, rel=0.03)
+
+
+def test_fractional_moves_compile_to_one_graph():
+    images = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
+    moves = Augment(crop=False, shift=0.2, fractional=True).draw(4, 8, 8, seed=0, epoch=0)
+    whole = torch.compile(move, backend="eager", fullgraph=True)
+    assert torch.equal(whole(images, moves, reflect=False), move(images, moves, reflect=False))

@@ -71,6 +71,15 @@ def test_a_library_of_another_version_is_not_used(tmp_path: Path) -> None:
     assert "another version" in python(REPORT, EQUIPOISE_KERNELS=str(tmp_path / "old.so"))
 
 
+@needs_compiler
+def test_an_extension_that_another_version_left_is_replaced(tmp_path: Path) -> None:
+    source = tmp_path / "old.c"
+    source.write_text("int eq_abi(void) { return -1; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(tmp_path / "old.so"), str(source)], check=True)
+    left = f"from pathlib import Path; from equipoise.kernels import build; old = Path('{tmp_path}/old.so')"
+    assert python(f"{left}; build.installed = lambda: old; {REPORT}") == "True"
+
+
 def test_importing_the_package_loads_no_kernels() -> None:
     code = "import equipoise; from equipoise.kernels import library; print(library._find.cache_info().currsize)"
     assert python(code) == "0"

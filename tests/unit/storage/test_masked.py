@@ -104,10 +104,29 @@ def test_highest_are_the_highest_of_the_inactive(
 def test_overflow_never_makes_an_inactive_place_drop(values: list[float], count: int) -> None:
     """Infinite and undefined scores tie with nothing: counts stay exact."""
     layer = make(6, 3, 4)
-    dropped = layer.lowest(torch.tensor(values), count)
-    assert layer.mask().flatten()[dropped].all()
-    grown = layer.highest(torch.tensor(values), count, dropped, regrow=False)
-    assert not layer.mask().flatten()[grown].any()
+    for dtype in (torch.float32, torch.float64):
+        score = torch.tensor(values, dtype=dtype)
+        dropped = layer.lowest(score, count)
+        assert layer.mask().flatten()[dropped].all()
+        grown = layer.highest(score, count, dropped, regrow=False)
+        assert not layer.mask().flatten()[grown].any()
+        assert len(index_set(dropped)) == len(index_set(grown)) == count
+
+
+@given(
+    values=st.lists(st.sampled_from([0.0, 0.1, 0.3, 7.0]), min_size=12, max_size=12),
+    noise=st.lists(st.integers(-9, 9), min_size=12, max_size=12),
+    count=st.integers(0, 6),
+)
+def test_rounding_does_not_decide_ties_in_float64(values: list[float], noise: list[int], count: int) -> None:
+    layer = make(6, 3, 4)
+    mask = layer.mask().flatten().numpy()
+    exact = np.array(values)
+    score = torch.tensor(exact * (1 + 2.0**-52 * np.array(noise)))
+    lowest = sorted(np.flatnonzero(mask), key=lambda i: (exact[i], i))[:count]
+    highest = sorted(np.flatnonzero(~mask), key=lambda i: (-exact[i], i))[:count]
+    assert index_set(layer.lowest(score, count)) == set(lowest)
+    assert index_set(layer.highest(score, count, torch.tensor([], dtype=torch.long), regrow=False)) == set(highest)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

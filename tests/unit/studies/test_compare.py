@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.studies.compare import (
@@ -14,7 +14,6 @@ from equipoise.studies.compare import (
     cost_per_epoch,
     curve,
     gradient_evaluations,
-    paired_p,
     position,
     spread,
 )
@@ -65,34 +64,6 @@ def test_spread_is_mean_and_sample_deviation(values: list[float]) -> None:
 def test_one_seed_has_no_deviation_and_no_seed_has_no_spread() -> None:
     assert spread([0.3]).std is None  # type: ignore[union-attr]
     assert spread([]) is None
-
-
-def statistic(first: list[float], second: list[float]) -> float:
-    d = np.asarray(first) - np.asarray(second)
-    return float(d.mean() / (d.std(ddof=1) / math.sqrt(len(d))))
-
-
-PAIRS = st.tuples(SHARES, SHARES)
-
-
-@settings(deadline=None)  # the first call imports scipy
-@given(st.lists(PAIRS, min_size=2, max_size=3))
-def test_p_is_that_of_students_t_in_closed_form(pairs: list[tuple[float, float]]) -> None:
-    first, second = map(list, zip(*pairs, strict=True))
-    p = paired_p(first, second)
-    if np.ptp(np.subtract(first, second)) < 1e-9:
-        return
-    t = abs(statistic(first, second))
-    # Student's t with one degree of freedom is Cauchy's; with two its distribution is algebraic
-    expected = 1 - 2 / math.pi * math.atan(t) if len(pairs) == 2 else 1 - t / math.sqrt(2 + t * t)
-    assert p == pytest.approx(expected, rel=1e-6, abs=1e-7)
-
-
-def test_there_is_no_p_without_two_pairs_that_differ() -> None:
-    assert paired_p([0.5], [0.4]) is None
-    assert paired_p([], []) is None
-    assert paired_p([0.5, 0.6], [0.4, 0.5]) is None
-    assert paired_p([math.inf, 0.6], [0.4, 0.5]) is None
 
 
 # Equal cost

@@ -101,16 +101,6 @@ def test_time_to_accuracy_has_all_references_at_fixed_budgets() -> None:
     )
 
 
-@pytest.mark.parametrize("name", packaged_studies())
-def test_a_correction_in_adversarial_training_names_its_full_pass(name: str) -> None:
-    """Without `full_pass` the mode without a full gradient is chosen; the paper computes one on clean images."""
-    for arm in packaged(name).arms:
-        raw = packaged(name).raw(arm, 0)
-        recipe = make_recipe(raw)
-        if recipe.objective.attack_passes and recipe.correction.corrects:
-            assert "full_pass" in raw
-
-
 def test_the_numbers_of_table_1_agree_with_the_text_of_the_paper() -> None:
     """Its text: up to 11.4 % after 20 epochs, and up to 5.0 % on average over the six budgets."""
     numbers = {(v.arm, v.at): 100 * v.value for v in packaged("table1-standard-200").paper if v.metric == "accuracy"}
@@ -135,16 +125,13 @@ def test_the_first_90_of_200_epochs_have_the_same_learning_rates() -> None:
 def test_every_table_and_figure_of_the_paper_has_studies_or_a_reason() -> None:
     items = paper_items()
     assert all(item.studies or item.why for item in items)
-    others = {"digits", "storage", *(name for name in packaged_studies() if name.startswith("time-to-accuracy"))}
-    assert {name for item in items for name in item.studies} == {*packaged_studies()} - others
+    others = ("digits", "storage", "published", "time-to-accuracy")
+    not_of_the_paper = {name for name in packaged_studies() if name.startswith(others)}
+    assert {name for item in items for name in item.studies} == {*packaged_studies()} - not_of_the_paper
     text = " ".join(item.item for item in items)
     assert all(f"Figure {i} " in f"{text} " for i in [*range(1, 16), *range(22, 34)])
     assert "Figures 16 to 21" in text
     assert all(f"Table {i} " in f"{text} " for i in range(1, 12))
-    for item in items:
-        claims = [claim.says for name in item.studies for claim in packaged(name).claims]
-        words = item.only.split("|")
-        assert any(word in says for word in words for says in claims) or item.why or not claims, item.item
 
 
 # Study files
@@ -219,7 +206,7 @@ REFUSED = {
     "unknown key of a claim": (own(claims=[{**CLAIM, "then": "b"}]), 'no option is called "then"'),
     "unknown score": (own(claims=[{**CLAIM, "score": "planed"}]), "no score is called"),
     "no epoch 0": (own(claims=[{**CLAIM, "at": 0}]), "epochs count from 1"),
-    "epoch of an end": (own(claims=[{**CLAIM, "metric": "test", "at": 1}]), "accuracy, mean-accuracy, stability"),
+    "epoch of an end": (own(claims=[{**CLAIM, "metric": "test", "at": 1}]), "window-accuracy, stability"),
     "epoch beyond the end": (own(claims=[{**CLAIM, "at": 3}]), "a claim is about epoch 3 of 2"),
     "no threshold": (own(claims=[{**CLAIM, "metric": "epochs-to"}]), "needs a threshold"),
     "threshold in percent": (own(claims=[{**CLAIM, "metric": "epochs-to", "threshold": 95}]), "between 0 and 1"),

@@ -1,6 +1,7 @@
 """Metrics against formulas written out by other means."""
 
 import math
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,16 @@ def test_stability_needs_a_window_and_ends_at_the_given_epoch() -> None:
     assert metric("stability", quiet_then_loud, at=4) is None
 
 
+@given(st.lists(SHARES, min_size=5, max_size=12), st.integers(5, 12))
+def test_window_accuracy_is_the_mean_of_five_epochs(values: list[float], at: int) -> None:
+    found = result("a", 0, values)
+    assert metric("window-accuracy", found) == pytest.approx(np.mean(values[-5:]))
+    expected = pytest.approx(np.convolve(values, np.ones(5) / 5, "valid")[at - 5]) if at <= len(values) else None
+    assert metric("window-accuracy", found, at=at) == expected
+    gap = replace(found, epochs=tuple(e for e in found.epochs if e.epoch != 4))
+    assert metric("window-accuracy", gap, at=5) is None
+
+
 def test_a_missing_epoch_is_not_ignored() -> None:
     whole = result("a", 0, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.9])
     gap = replace(whole, epochs=tuple(e for e in whole.epochs if e.epoch != 2))
@@ -68,9 +79,15 @@ def test_a_missing_epoch_is_not_ignored() -> None:
 
 
 @given(st.lists(SHARES, min_size=1, max_size=15), SHARES)
-def test_epochs_to_is_the_first_that_reaches(values: list[float], threshold: float) -> None:
-    expected = next((i + 1 for i in range(len(values)) if values[i] >= threshold), math.inf)
+def test_epochs_to_is_the_first_whose_median_of_five_reaches(values: list[float], threshold: float) -> None:
+    medians = [statistics.median(values[max(0, i - 2) : i + 3]) for i in range(len(values))]
+    expected = next((i for i, median in enumerate(medians, 1) if median >= threshold), math.inf)
     assert metric("epochs-to", result("a", 0, values), threshold=threshold) == expected
+
+
+def test_a_lucky_epoch_reaches_nothing() -> None:
+    assert metric("epochs-to", result("a", 0, [0.1, 0.1, 0.9, 0.1, 0.1, 0.2]), threshold=0.5) == math.inf
+    assert metric("epochs-to", result("a", 0, [0.1] * 4 + [0.5] * 6), threshold=0.5) == 5
 
 
 def test_accuracy_is_that_of_the_given_epoch() -> None:

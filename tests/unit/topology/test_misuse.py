@@ -228,7 +228,7 @@ def test_the_same_algorithm_is_attached_to_what_it_packed(algorithm: Algorithm) 
 
 @pytest.mark.parametrize("model", ["vgg16", "resnet18"])
 def test_bsr_densities_of_a_packed_model(model: str) -> None:
-    """A traced model has lost them; what it was packed with is kept."""
+    """The table is that of the dense model; the packed one keeps the counts."""
     algorithm = BSRNet(sparsity=0.99)
     packed = pack(MODELS[model](classes=10), algorithm)
     topology = algorithm.attach(packed, sgd(packed), 30)

@@ -1,0 +1,121 @@
+"""Why the paper saw gains: the gap between its baseline and its AGENT, split into steps between our arms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from equipoise.report.markup import Markup, tag
+from equipoise.studies.compare import values_of
+from equipoise.studies.inference import Effect, welch
+from equipoise.studies.results import Question, Study
+
+LOW_RATE, HIGH_RATE, PUBLISHED, RAW = "BSR-Net lr 0.04", "BSR-Net lr 0.1", "AGENT as published", "10 % raw gradient"
+PAPER = {20: (0.606, 0.698), 40: (0.626, 0.737)}  # baseline and AGENT, Table 1, standard training, 99 %
+WIDTH, ROW, LEFT, RIGHT = 640, 30, 210, 90  # pixels
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of the gap.
+
+    Attributes:
+        name: What changes between two arms or two scores.
+        gain: The difference in accuracy.
+        effect: The same with its uncertainty; `None` below two runs.
+    """
+
+    name: str
+    gain: float
+    effect: Effect | None = None
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """The steps from our baseline with the learning rate of BSR-Net's own code to AGENT as published."""
+
+    at: int
+    start: float
+    steps: tuple[Step, ...]
+
+    @property
+    def end(self) -> float:
+        return self.start + sum(step.gain for step in self.steps)
+
+    @property
+    def sentence(self) -> str:
+        """Compare the sum of the steps with the paper's gap."""
+        low, high = PAPER[self.at]
+        ours, theirs = 100 * (self.end - self.start), 100 * (high - low)
+        rest = theirs - ours
+        left = f" {rest:.1f} points remain unexplained." if rest >= 0.05 else ""
+        return (
+            f"Epochs {self.at - 4} to {self.at}: the steps add up to {ours:+.1f} points ({100 * self.start:.1f} to "
+            f"{100 * self.end:.1f} %), the paper's gap is {theirs:+.1f} ({100 * low:.1f} to {100 * high:.1f} %).{left}"
+        )
+
+
+def waterfall(study: Study, at: int) -> Waterfall | None:
+    """Split the gap into learning rate, scoring, raw images and the correction; `None` if an arm is missing."""
+
+    def values(arm: str, score: str) -> dict[int, float]:
+        return values_of(study.results.get(arm, ()), Question(metric="window-accuracy", at=at, score=score))
+
+    high, low, scored = values(HIGH_RATE, "plain"), values(LOW_RATE, "plain"), values(LOW_RATE, "as_published")
+    raw, published = values(RAW, "as_published"), values(PUBLISHED, "as_published")
+    if not (high and low and scored and raw and published):
+        return None
+    same = [scored[seed] - low[seed] for seed in scored if seed in low]  # two scores of the same runs
+    steps = [
+        _between("learning rate 0.1 to 0.04", low, high),
+        Step("scored one step after a raw pass", float(np.mean(same)), _of_pairs(same)),
+        _between("10 % of the raw gradient", raw, scored),
+        _between("the correction itself", published, raw),
+    ]
+    return Waterfall(at, float(np.mean([*high.values()])), tuple(steps))
+
+
+def _between(name: str, after: dict[int, float], before: dict[int, float]) -> Step:
+    a, b = [*after.values()], [*before.values()]
+    return Step(name, float(np.mean(a) - np.mean(b)), welch(a, b))
+
+
+def _of_pairs(differences: Sequence[float]) -> Effect | None:
+    if len(differences) < 2 or not np.std(differences):
+        return None
+    error = float(np.std(differences, ddof=1)) / len(differences) ** 0.5
+    return Effect(float(np.mean(differences)), error, len(differences) - 1)
+
+
+def draw(found: Waterfall) -> Markup:
+    """Draw the steps as an SVG element, between the paper's baseline and its AGENT."""
+    low, high = PAPER[found.at]
+    bars: list[tuple[str, float, float, str]] = [
+        ("the paper's baseline", 0, low, "#999"),
+        ("ours, lr 0.1", 0, found.start, "#777"),
+    ]
+    level = found.start
+    for step in found.steps:
+        bars.append((step.name, level, level + step.gain, "#2a7" if step.gain >= 0 else "#c44"))
+        level += step.gain
+    bars += [("AGENT as published", 0, level, "#777"), ("the paper's AGENT", 0, high, "#999")]
+    ends = [end for _, a, b, _ in bars for end in (a, b) if end]
+    least, most = min(ends) - 0.02, max(ends) + 0.005
+    scale = (WIDTH - LEFT - RIGHT) / (most - least)
+    rows = []
+    for i, (name, a, b, colour) in enumerate(bars):
+        a, b = max(a, least), max(b, least)
+        x, width, y = LEFT + scale * (min(a, b) - least), max(1.0, scale * abs(b - a)), 8 + ROW * i
+        whole = bars[i][1] == 0
+        text = f"{100 * b:.1f} %" if whole else f"{100 * (b - a):+.1f}".replace("-", "−")
+        rows += [
+            tag("text", name, x=LEFT - 8, y=y + 15, text_anchor="end", font_size=13, fill="currentColor"),
+            tag("rect", x=f"{x:.1f}", y=y, width=f"{width:.1f}", height=ROW - 10, fill=colour),
+            tag("text", text, x=f"{x + width + 6:.1f}", y=y + 15, font_size=13, fill="currentColor"),
+        ]
+    height = 16 + ROW * len(bars)
+    label = f"Accuracy in epochs {found.at - 4} to {found.at}: {found.sentence}"
+    box = {"viewBox": f"0 0 {WIDTH} {height}", "xmlns": "http://www.w3.org/2000/svg", "font-family": "sans-serif"}
+    return tag("svg", rows, width=WIDTH, height=height, role="img", aria_label=label, **box)

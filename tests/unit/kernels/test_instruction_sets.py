@@ -1,0 +1,33 @@
+"""The kernel tests again on a library built for one instruction set, as the run-time choice would pick it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from equipoise.kernels import build
+
+TESTS = Path(__file__).parent
+LEVELS = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512f"}  # what the machine must have
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of x86-64")
+@pytest.mark.parametrize("level", LEVELS)
+def test_kernels_of_every_level(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not shutil.which("gcc"):
+        pytest.skip("no gcc")
+    if LEVELS[level] not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip(f"this machine has no {LEVELS[level]}")
+    monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path))
+    monkeypatch.setenv("EQUIPOISE_CFLAGS", f"-DEQ_NO_CLONES -march={level}")
+    environment = {**os.environ, "EQUIPOISE_KERNELS": str(build.compiled()), "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(TESTS / "test_operators.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=TESTS.parents[2])
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
