@@ -596,6 +596,12 @@ def test_a_momentum_of_another_shape_is_named() -> None:
         (("ema", "values", "layers.0.values"), lambda t: t[:3], 'the average of "layers.0.values" has the shape'),
         (("ema", "values", "layers.0.values"), lambda t: t * torch.nan, "ema/values/layers.0.values has values"),
         (
+            ("ema", "values", "layers.0.values"),
+            lambda t: t + torch.inf,
+            "ema/values/layers.0.values has values that are infinite",
+        ),
+        (("model", "layers.0.bias"), lambda t: t + torch.inf, "model/layers.0.bias has values that are infinite"),
+        (
             ("optimizer", "layers.0.weight", "momentum_buffer"),
             lambda t: t.long(),
             "momentum_buffer is of torch.int64",
