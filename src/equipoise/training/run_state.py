@@ -153,7 +153,7 @@ def _check_like(saved: Any, here: Any, path: str, storage: str) -> None:
     grows = path.startswith(("optimizer/", "topology/", "correction/"))
     if isinstance(here, Mapping):
         for key, value in here.items():
-            if key in saved:
+            if saved.get(key) is not None or (key in saved and not grows):
                 _check_like(saved[key], value, f"{path}/{key}", storage)
             elif not grows:
                 raise _misfit(f"it has no {path}/{key}")
