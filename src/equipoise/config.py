@@ -36,13 +36,23 @@ def build(factory: Callable[..., T], options: Mapping[str, Any], where: str) -> 
     return call(factory, checked(factory, options, where), where)
 
 
-def checked(factory: Callable[..., Any], options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Convert options to the types of a dataclass or function, see `build`."""
+def checked(
+    factory: Callable[..., Any], options: Mapping[str, Any], where: str, supplied: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Convert options to the types of a dataclass or function, see `build`.
+
+    Args:
+        factory: A dataclass or a function with type hints.
+        options: Plain values by name.
+        where: What the options belong to.
+        supplied: Parameters that the caller gives a value later, so that they are not missing.
+    """
     known = parameters_of(factory)
-    check_names(options, known, where)
-    hints = typing.get_type_hints(factory, include_extras=True)
+    if not takes_any_name(factory):
+        check_names(options, known, where)
+    hints = hints_of(factory)
     values = {key: convert(value, hints.get(key, Any), f"{where}.{key}") for key, value in options.items()}
-    missing = [name for name, required in known.items() if required and name not in values]
+    missing = [name for name, required in known.items() if required and name not in (*values, *supplied)]
     if missing:
         raise UserError(f"{where}: {missing[0]} is missing")
     return values
@@ -68,8 +78,28 @@ def call(factory: Callable[..., T], values: Mapping[str, Any], where: str) -> T:
 def parameters_of(factory: Callable[..., Any]) -> dict[str, bool]:
     """Return the named parameters of a dataclass or function, and whether each is required."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    signature = inspect.signature(factory).parameters.values()
-    return {p.name: p.default is inspect.Parameter.empty for p in signature if p.kind in named}
+    return {p.name: p.default is inspect.Parameter.empty for p in _signature(factory) if p.kind in named}
+
+
+def takes_any_name(factory: Callable[..., Any]) -> bool:
+    """Return whether a function takes options of any name (`**options`)."""
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _signature(factory))
+
+
+def hints_of(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Return the type hints of the parameters of a dataclass, class or function."""
+    plain_class = isinstance(factory, type) and not dataclasses.is_dataclass(factory)
+    try:
+        return typing.get_type_hints(factory.__init__ if plain_class else factory, include_extras=True)
+    except (NameError, TypeError):  # hints that exist only for type checkers, or a callable object
+        return {}
+
+
+def _signature(factory: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    try:
+        return inspect.signature(factory).parameters.values()
+    except ValueError:  # a class or function in C
+        return ()
 
 
 def split(value: Any, where: str) -> tuple[str, dict[str, Any]]:

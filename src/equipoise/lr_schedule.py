@@ -103,5 +103,8 @@ class Fast(Cosine):
 
 
 SCHEDULES: Catalogue[type[Schedule]] = Catalogue(
-    "schedule", {"constant": Constant, "piecewise": Piecewise, "cosine": Cosine, "fast": Fast}
+    "schedule",
+    {"constant": Constant, "piecewise": Piecewise, "cosine": Cosine, "fast": Fast},
+    group="schedules",
+    base=Schedule,
 )

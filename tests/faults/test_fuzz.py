@@ -96,7 +96,9 @@ def plausible(draw: st.DrawFn) -> dict[str, Any]:
     raw = tiny(epochs=draw(st.integers(1, 3)), ema=draw(st.sampled_from([0, 0.9])))
     raw["precision"] = draw(st.sampled_from(["float32", "bf16"]))
     raw["clip"] = draw(st.sampled_from([0, 1e-6, 1.0]))
-    for part in draw(st.lists(st.sampled_from(sorted(CATALOGUES.keys() - {"model"})), unique=True, max_size=3)):
+    for part in draw(
+        st.lists(st.sampled_from(sorted(CATALOGUES.keys() - {"model", "data"})), unique=True, max_size=3)
+    ):
         name = draw(st.sampled_from(NAMES[part]))
         hints = get_type_hints(CATALOGUES[part][name], include_extras=True)
         known = sorted(parameters_of(CATALOGUES[part][name]))

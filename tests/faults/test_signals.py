@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from data_helpers import write_image_folder
 from equipoise.training import checkpoint, signals
 from killing import SERVER, Point, launch
 from train_helpers import assert_same_state, tiny, without_times
@@ -177,6 +178,25 @@ def test_a_run_stopped_from_outside(tmp_path: Path) -> None:
     assert checkpoint.Store(run / "checkpoints").newest() is not None
 
 
+def test_a_signal_to_a_run_and_the_processes_that_read_its_images(tmp_path: Path) -> None:
+    """As systemd and Slurm send it: the step is finished and saved."""
+    write_image_folder(tmp_path / "data", each=20)
+    data = {"name": "folder", "root": str(tmp_path / "data"), "size": 8, "batch": 2, "workers": 2}
+    model = {"name": "mlp", "hidden": 16, "size": 8}
+    recipe = write(tmp_path / "r.yaml", epochs=2000, model=model, data=data, checkpoint={"steps": 2})
+    run, log = tmp_path / "run", tmp_path / "log"
+    process = start(["train", recipe, "--out", str(run)], log)
+    wait_for(lambda: any((run / "checkpoints").glob("step-*")), process)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 143, log.read_text()
+    said = log.read_text().splitlines()
+    assert said[-1] == f"equipoise: stopped by SIGTERM; continue with `equipoise resume {run}`"
+    assert not [line for line in said if "Traceback" in line or "DataLoader" in line]
+    newest = checkpoint.Store(run / "checkpoints").newest()
+    assert newest is not None
+    assert 0 < newest["position"][1] < 30  # inside an epoch
+
+
 # A study
 
 
@@ -202,14 +222,17 @@ def test_a_study_stops_and_goes_on(tmp_path: Path, number: signal.Signals) -> No
 
 
 @pytest.mark.slow
-def test_a_study_in_processes_stops_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", STATUS)
+def test_a_study_in_processes_stops_them(tmp_path: Path, number: signal.Signals) -> None:
     words, log = study_of(tmp_path, 300), tmp_path / "log"
     process = start([*words, "--jobs", "2"], log)
     wait_for((tmp_path / "w" / "s" / "a-seed0" / "metrics.jsonl").exists, process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes at once
-    assert process.wait(60) == 130, log.read_text()
+    os.killpg(process.pid, number)  # as a terminal or systemd does, to all processes at once
+    assert process.wait(60) == STATUS[number], log.read_text()
     said = log.read_text().splitlines()
-    assert said[-1].startswith(f"equipoise: stopped by SIGINT; continue with `equipoise study {words[1]} --results ")
+    assert said[-1].startswith(
+        f"equipoise: stopped by {number.name}; continue with `equipoise study {words[1]} --results "
+    )
     assert "Traceback" not in log.read_text()
     assert checkpoint.Store(tmp_path / "w" / "s" / "a-seed0" / "checkpoints").newest() is not None
     assert not list((tmp_path / "r").rglob("a-seed0.json"))

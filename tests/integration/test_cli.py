@@ -8,12 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import equipoise
 from cli_helpers import Run, assert_refused, everything
 from equipoise import cli
 from equipoise.training import RunFolder, Trainer
@@ -52,7 +54,8 @@ def test_a_run_from_training_to_curves(run: Run, recipe: str, tmp_path: Path) ->
     assert "1437" in run("eval", "here", "--split", "train", "--best").out
 
     finished = run("resume", "here")
-    assert (finished.status, finished.out) == (0, "here is finished: 3 epochs\n")
+    told = "here is finished: 3 epochs; `equipoise resume here epochs=N` trains longer\n"
+    assert (finished.status, finished.out) == (0, told)
     unchanged = everything(tmp_path / "here")
     assert {name: unchanged[name] for name in files} == files
 
@@ -124,6 +127,7 @@ def test_list_shows_everything_that_can_be_chosen(run: Run) -> None:
         "corrections",
         "optimizers",
         "schedules",
+        "patterns",
         "data",
         "studies",
     ):
@@ -133,6 +137,93 @@ def test_list_shows_everything_that_can_be_chosen(run: Run) -> None:
         assert len(line.split()) > 3  # a name and a sentence
     only = run("list", "optimizers").out.splitlines()
     assert [line.split()[0] for line in only] == ["optimizers", "sgd", "sgdw", "adam", "adamw"]
+    for name in ("n:m", "block", "fan_in"):
+        assert any(line.split()[0] == name for line in run("list", "patterns").out.splitlines())
+
+
+def test_list_shows_the_options_of_a_name(run: Run) -> None:
+    lines = run("list", "rigl").out.splitlines()
+    assert lines[0].startswith("topologies: rigl  RigL (Evci et al. 2020)")
+    assert any(
+        re.match(r"  drop_end: float = 0\.0 +This fraction at the end of the updates\.$", line) for line in lines
+    )
+    both = run("list", "sgd").out
+    assert "corrections: sgd" in both
+    assert "optimizers: sgd" in both
+    assert "validation: int = 0" in run("list", "cifar10").out
+
+
+def test_recipe_prints_one_to_copy(run: Run, tmp_path: Path) -> None:
+    printed = run("recipe", "digits", "agent", "topology=set", "epochs=1")
+    assert printed.status == 0
+    (tmp_path / "mine.yaml").write_text(printed.out)
+    assert yaml.safe_load(printed.out)["topology"]["name"] == "set"
+    assert run("train", "mine.yaml", "data.batch=720", "--out", "here").status == 0
+    assert run("recipe", "--keys").out.startswith("# The keys of a recipe\n")
+
+
+def test_the_version(run: Run) -> None:
+    assert run("--version") == (0, f"equipoise {equipoise.__version__}\n", "")
+
+
+def test_show_lists_the_runs_of_a_folder(run: Run, recipe: str, tmp_path: Path) -> None:
+    assert run("train", recipe, "epochs=1").status == 0
+    in_progress(tmp_path / "runs" / "study" / "other", 1)
+    (tmp_path / "runs" / "broken").mkdir()
+    (tmp_path / "runs" / "broken" / "recipe.yaml").write_text("epochs: [")
+    shown = run("show", "runs")
+    assert (shown.status, shown.err) == (0, "")
+    rows = {line.split()[0]: line.split() for line in shown.out.splitlines()[2:]}
+    accuracy = json.loads((tmp_path / "runs/tiny-seed0/metrics.jsonl").read_text())["scores"]["plain"]["accuracy"]
+    done = ["tiny-seed0", "mlp", "digits", "set", "sgd", "1/1", f"{100 * accuracy:.2f}", "%", "finished"]
+    assert rows["tiny-seed0"][:9] == done
+    assert rows["study/other"][5:9] == ["1/2", "50.00", "%", "unfinished"]
+    assert rows["broken"][1] == "damaged:"
+
+
+# Longer training
+
+
+SAME_AT_ANY_LENGTH = ["schedule=constant", "topology.until=1.0", "topology.drop_decay=constant", "topology.every=5"]
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_a_finished_run_is_extended(run: Run, recipe: str, tmp_path: Path, epochs: int) -> None:
+    """If no schedule depends on the length, it ends bit-equal to a run of that length."""
+    assert run("train", recipe, *SAME_AT_ANY_LENGTH, "epochs=3", "--out", "whole").status == 0
+    assert run("train", recipe, *SAME_AT_ANY_LENGTH, f"epochs={epochs}", "--out", "here").status == 0
+    extended = run("resume", "here", "epochs=3")
+    assert (extended.status, extended.err) == (0, "")
+    assert extended.out.startswith(
+        "epochs: 2 -> 3; from epoch 3 on, learning rate, topology updates and coefficients follow the schedules of a "
+        "run of 3 epochs\n"
+        if epochs == 2
+        else "here is finished: 3 epochs"
+    )
+    assert_same_runs(tmp_path / "whole", tmp_path / "here")
+    assert yaml.safe_load((tmp_path / "here" / "recipe.yaml").read_text())["epochs"] == 3
+
+
+def test_a_run_that_another_process_trains_is_extended_after_it(
+    run: Run, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("train", recipe, "epochs=1", "--out", "here")
+    with ExitStack() as other:
+        other.enter_context(held_by_another_process(tmp_path / "here"))
+        monkeypatch.setattr("time.sleep", lambda seconds: other.close())
+        extended = run("resume", "here", "epochs=2")
+    assert extended.status == 0
+    assert extended.out.startswith("here is being trained by another process; waiting for it to end\nepochs: 1 -> 2;")
+
+
+def test_what_cannot_be_changed_in_a_run_is_left_alone(run: Run, recipe: str, tmp_path: Path) -> None:
+    run("train", recipe, "epochs=2", "--out", "here")
+    before = everything(tmp_path / "here")
+    assert_refused(run("resume", "here", "epochs=1"), "epochs=1: here has trained 2 epochs already")
+    other = run("resume", "here", "topology.sparsity=0.5", "epochs=3")
+    assert_refused(other, "topology.sparsity was 0.8 and is now 0.5")
+    assert_refused(run("resume", "here", "epochs=x"), "expected a whole number")
+    assert everything(tmp_path / "here") == before
 
 
 def test_without_words_there_is_help(run: Run) -> None:
@@ -271,6 +362,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "recipe name too long": (["train", "x" * 5000], "no recipe is called"),
     "overlay": (["train", "tiny.yaml", "epochs"], 'no recipe is called "epochs"'),
     "key": (["train", "tiny.yaml", "epocs=3"], 'no option is called "epocs"; did you mean "epochs"?'),
+    "dashes": (["train", "tiny.yaml", "--epochs", "5"], "Keys of a recipe have no dashes: epochs=5."),
+    "dashes and equals": (["train", "tiny.yaml", "--lr=0.1"], "Keys of a recipe have no dashes: optimizer.lr=0.1."),
+    "dashes in resume": (["resume", "x", "--epochs", "5"], "Keys of a recipe have no dashes: epochs=5."),
+    "option of a part": (["train", "tiny.yaml", "lr=0.1"], '"lr" is not a key of a recipe; write optimizer.lr'),
+    "option of parts": (["train", "tiny.yaml", "steps=1"], "write objective.steps or checkpoint.steps"),
     "value": (["train", "tiny.yaml", "epochs=many"], "epochs='many': expected a whole number"),
     "sparsity": (["train", "tiny.yaml", "topology.sparsity=1.2"], "topology: sparsity=1.2"),
     "several lines": (["train", "tiny.yaml", "topology=a\nb\n\nc"], "no topology is called"),
@@ -284,7 +380,9 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "run to resume": (["resume", "nowhere"], "nowhere is not a run"),
     "run to score": (["eval", "nowhere"], "nowhere is not a run"),
     "run of a name too long": (["show", "x" * 5000], "is not a run"),
-    "kind": (["list", "modles"], 'no kind is called "modles"; did you mean "models"?'),
+    "kind": (["list", "modles"], 'nothing is called "modles"; did you mean "models"?'),
+    "entry": (["list", "riggl"], 'nothing is called "riggl"; did you mean "rigl"?'),
+    "no recipe": (["recipe"], "name a recipe, such as `equipoise recipe digits`"),
     "folder below a file": (["train", "tiny.yaml", "--out", "tiny.yaml/x"], "tiny.yaml/x"),
     "folder of a name too long": (["train", "tiny.yaml", "--out", "x" * 5000], "File name too long"),
 }

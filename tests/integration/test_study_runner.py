@@ -66,6 +66,20 @@ def test_every_arm_and_seed_has_a_result_like_its_run(tmp_path: Path) -> None:
         assert "measured" not in value
 
 
+def test_the_command_prints_verdicts_and_the_next_command(tmp_path: Path) -> None:
+    claims = [{"says": "AGENT loses nothing", "better": "A + B", "than": "SGD", "margin": 1.0}]
+    source = write_study(tmp_path, claims=claims)
+    words = ["study", source, "--results", f"{tmp_path}/r", "--work", f"{tmp_path}/w"]
+    assert launch([*words, "--only", "SGD"], tmp_path / "log") == 0
+    assert "not tested: AGENT loses nothing (A + B has no finished seed)\n" in (tmp_path / "log").read_text()
+    assert launch(words, tmp_path / "log") == 0
+    *_, verdict, following = (tmp_path / "log").read_text().splitlines()
+    assert verdict.startswith("inconclusive: AGENT loses nothing (A + B ")  # two runs are too few
+    assert following == f"next: equipoise report {tmp_path}/r/little -o report.html"
+    assert launch([*words, "--list"], tmp_path / "log") == 0
+    assert (tmp_path / "log").read_text().splitlines()[-1] == "0 of 4 to run"
+
+
 def test_a_finished_arm_is_never_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_study(tmp_path)
     run(source, tmp_path, only=["SGD"])
@@ -266,7 +280,7 @@ def test_states(tmp_path: Path) -> None:
     assert [state(job) for job in elsewhere] == ["missing", "missing"]
     log = tmp_path / "list"
     assert launch([*words, "--list"], log) == 0
-    assert log.read_text().splitlines()[1] == "little, A + B, seed 0: interrupted after 1 epochs"
+    assert log.read_text().splitlines()[1] == "little, A + B, seed 0: interrupted after 1 epochs, about 1 s"
 
 
 @pytest.mark.parametrize(

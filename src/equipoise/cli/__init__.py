@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
@@ -21,7 +22,6 @@ from equipoise.errors import UserError, one_line
 from equipoise.files import disk_is_full
 
 app = typer.Typer(
-    help="Train neural networks that are sparse from the first step to the last.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -34,15 +34,36 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": training.evaluate,
     "show": training.show,
     "list": listing.list_names,
+    "recipe": listing.recipe,
     "measure": measurement.measure,
     "study": studies.study,
     "report": studies.report,
     "theory": measurement.theory,
     "export": deployment.export,
+    "predict": deployment.predict,
     "bench": deployment.bench,
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
+
+
+def print_version(asked: bool) -> None:
+    """Print the version and exit, if asked."""
+    if asked:
+        from equipoise import __version__
+
+        console.print(f"equipoise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train neural networks that are sparse from the first step to the last."""
+
 
 # The base of Typer's errors. Newer versions of Typer contain their own copy of click.
 CommandError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -66,7 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         _fail(str(error))
     except CommandError as error:
-        _fail(error.format_message() if hasattr(error, "format_message") else str(error))
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        _fail(f"{message}{_hint(getattr(error, 'option_name', ''), words)}")
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:
@@ -74,6 +96,22 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:  # such as a folder without read permission, or a full disk
         _fail(f"{error}; what was written before is intact" if disk_is_full(error) else str(error))
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _hint(option: str, words: list[str]) -> str:
+    """Return how a key of a recipe is written that was given as an option, such as `--epochs 5`."""
+    if not option or words[:1] not in (["train"], ["resume"], ["recipe"]):
+        return ""
+    from equipoise.training.recipe import places_of
+
+    places = places_of(option.lstrip("-").replace("-", "_"))
+    given = next((i for i, word in enumerate(words) if word.partition("=")[0] == option), len(words))
+    _, equals, value = words[given].partition("=") if given < len(words) else ("", "", "")
+    if not equals and given + 1 < len(words):
+        value = words[given + 1]
+    return (
+        f" Keys of a recipe have no dashes: {' or '.join(f'{place}={value}' for place in places)}." if places else ""
+    )
 
 
 def _fail(message: str) -> None:

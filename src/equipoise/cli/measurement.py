@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.common import Best, Run, console, open_run
+from equipoise.cli.common import AllowCode, Best, Run, console, open_run
 from equipoise.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def measure(
         str | None, typer.Option(help="Another checkpoint instead of noise: a file, or best, step-000000100, ...")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print measure.json instead of tables.")] = False,
+    allow_code: AllowCode = False,
 ) -> None:
     """Measure a checkpoint: variance and correlation of its gradients, c* and ĉ, FLOPs by layer, passes."""
     from equipoise.display.measure_tables import cost_line, cost_table, gradient_table, sample_line
@@ -41,7 +42,7 @@ def measure(
     from equipoise.training.run_cost import measure_cost
     from equipoise.training.run_folder import strict_json
 
-    trainer = open_run(run, best)
+    trainer = open_run(run, best, allow_code=allow_code)
     old = None if against is None else _weights_at(trainer, run, against)
     gradients = measure_trainer(trainer, batches, noise, old=old, draws=draws)
     cost = measure_cost(trainer)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.common import Out, console, new_folder
+from equipoise.cli.common import AllowCode, Out, console, modules_here, new_folder
 from equipoise.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ def study(
     jobs: Annotated[int, typer.Option(min=1, help="Number of processes. They share the GPUs evenly.")] = 1,
     only: Annotated[list[str] | None, typer.Option(help="Run only this arm; can be repeated.")] = None,
     seeds: Annotated[str, typer.Option(help="Run only these seeds, such as 0,1.")] = "",
-    list_only: Annotated[bool, typer.Option("--list", help="Print the state of every run, and run nothing.")] = False,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Print the state of every run and an estimate of the time; run nothing.")
+    ] = False,
     reproduction: Annotated[
         Path | None, typer.Option(help="Write a page that compares all results with the paper's, and run nothing.")
     ] = None,
@@ -40,10 +42,13 @@ def study(
     other_jobs: Annotated[
         int, typer.Option(min=0, help="Number of other jobs sharing the device; recorded next to the timings.")
     ] = 0,
+    allow_code: AllowCode = False,
 ) -> None:
     """Run the missing runs of a study (arms x seeds) and write one result file for each."""
+    from equipoise.report.verdict_lines import verdict_lines
     from equipoise.studies.design import packaged_studies, read_design, read_study
-    from equipoise.studies.runner import jobs_of, run_study, state
+    from equipoise.studies.results import slug
+    from equipoise.studies.runner import jobs_of, run_study
     from equipoise.training.signals import stoppable
 
     if launcher not in ("local", "ray"):
@@ -61,12 +66,13 @@ def study(
         for name in packaged_studies():
             console.print(f"{name:<28}{read_design(name).title}")
         return
-    design = read_study(file)
+    if allow_code:
+        modules_here()
+    design = read_study(file, allow_code)
     arms = list(dict.fromkeys(only or []))
-    chosen = jobs_of(design, results, work, arms, parse_seeds(seeds), data, other_jobs)
+    chosen = jobs_of(design, results, work, arms, parse_seeds(seeds), data, other_jobs, allow_code)
     if list_only:
-        for job in chosen:
-            console.print(f"{job}: {state(job)}")
+        _list(chosen)
         return
     options = [
         *[("--results", str(results), "results"), ("--work", str(work), "runs"), ("--data", str(data or ""), "")],
@@ -75,10 +81,34 @@ def study(
         *[("--only", arm, "") for arm in arms],
     ]
     words = [word for name, value, default in options if value != default for word in (name, value)]
-    with stoppable(shlex.join(["equipoise", "study", file, *words])):
+    words += ["--allow-code"] if allow_code else []
+    again = shlex.join(["equipoise", "study", file, *words])
+    with stoppable(again):
         complete = run_study(design, chosen, results, make_launcher(launcher, jobs, address), console.print)
+    folder = results / slug(design.name)
+    for line in verdict_lines(folder):
+        console.print(line)
     if not complete:
+        console.print(f"next: {again}, which runs what failed")
         raise typer.Exit(1)
+    console.print(f"next: equipoise report {shlex.quote(str(folder))} -o report.html")
+
+
+def _list(jobs: list[Job]) -> None:
+    """Print the state of every job, and an estimate of the time that the unfinished ones take."""
+    from equipoise.display.tables import duration
+    from equipoise.studies.estimate import estimate
+    from equipoise.studies.runner import state
+
+    left = estimate(jobs)
+    for job in jobs:
+        seconds = left.get(str(job))
+        console.print(f"{job}: {state(job)}" + (f", about {duration(seconds)}" if isinstance(seconds, float) else ""))
+    known = [seconds for seconds in left.values() if isinstance(seconds, float)]
+    total = f"; about {duration(sum(known))} of training on this device" if known else ""
+    console.print(f"{len(left)} of {len(jobs)} to run{total}")
+    if reasons := [reason for reason in left.values() if isinstance(reason, str)]:
+        console.print(f"no estimate for {len(reasons)}: {reasons[0]}")
 
 
 def report(

@@ -27,6 +27,8 @@ CORRECTIONS: Catalogue[type[Estimator]] = Catalogue(
         "agent-mvr": AgentMVR,
         "saga": SAGA,
     },
+    group="corrections",
+    base=Estimator,
 )
 
 __all__ = [

@@ -29,7 +29,11 @@ CoefficientChoice = str | Mapping[str, Any] | CoefficientOptions  # how users ch
 
 @dataclass(frozen=True)
 class Fixed(CoefficientOptions):
-    """A constant c = `value`; c = 1 is SVRG."""
+    """A constant c = `value`; c = 1 is SVRG.
+
+    Args:
+        value: c.
+    """
 
     value: float = 1.0
 
@@ -42,7 +46,11 @@ class Fixed(CoefficientOptions):
 
 @dataclass(frozen=True)
 class Linear(CoefficientOptions):
-    """c falls linearly from `start` to 0 over training (alpha-SVRG, Yin et al. 2023)."""
+    """c falls linearly from `start` to 0 over training (alpha-SVRG, Yin et al. 2023).
+
+    Args:
+        start: c at the start of training.
+    """
 
     start: float = 0.75
 

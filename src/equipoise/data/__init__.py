@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from equipoise.catalogue import Catalogue
 from equipoise.data.augment import Augment
@@ -15,6 +16,7 @@ from equipoise.data.image_files import ResizedCrop
 from equipoise.data.image_folder import read_folder, read_imagenet
 from equipoise.data.loader import Loader
 from equipoise.data.svhn import read_svhn
+from equipoise.errors import UserError
 
 __all__ = [
     "DATASETS",
@@ -30,7 +32,7 @@ __all__ = [
     "statistics",
 ]
 
-DATASETS: Catalogue[Callable[[Path], Splits]] = Catalogue(
+DATASETS: Catalogue[Callable[..., Splits]] = Catalogue(
     "dataset",
     {
         "digits": read_digits,
@@ -40,10 +42,13 @@ DATASETS: Catalogue[Callable[[Path], Splits]] = Catalogue(
         "imagenet": read_imagenet,
         "folder": read_folder,
     },
+    group="data",
 )
 
 
-def load(name: str, root: str | Path = "data", validation: int = 0, seed: int = 0) -> Splits:
+def load(
+    name: str, root: str | Path = "data", validation: int = 0, seed: int = 0, options: Mapping[str, Any] | None = None
+) -> Splits:
     """Read a dataset.
 
     Args:
@@ -51,6 +56,9 @@ def load(name: str, root: str | Path = "data", validation: int = 0, seed: int = 
         root: Folder that holds the dataset's files.
         validation: Number of training images to hold out; ITOP holds out 5,000 of CIFAR's 50,000.
         seed: Selects the held-out images.
+        options: Options of the dataset besides `root`.
     """
-    splits = DATASETS[name](Path(root))
+    splits = DATASETS[name](Path(root), **(options or {}))
+    if not isinstance(splits, Splits):
+        raise UserError(f'the dataset "{name}" returned {type(splits).__name__}, not equipoise.data.Splits')
     return splits.hold_out(validation, seed) if validation else splits

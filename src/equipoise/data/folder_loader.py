@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import atexit
+import signal
+import weakref
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from random import Random
 from typing import Any
 
@@ -75,10 +79,14 @@ class FolderLoader:
             batch_sampler=[images[plan.part(i)] for i in range(start, len(self))],
             collate_fn=_collated,
             num_workers=self.workers,
+            worker_init_fn=_leave_signals_to_the_run,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # a separate one, because the default draws from the global generator
         )
-        return self._stream(batches)
+        stream = self._stream(batches)
+        _open_streams.add(stream)
+        Finalize(stream, _close, [weakref.ref(stream)], exitpriority=1)
+        return stream
 
     def batch(self, epoch: int, i: int) -> tuple[Tensor, Tensor]:
         """Batch i of an epoch, bit-equal to the one that `epoch` yields; decoded in this process."""
@@ -94,7 +102,7 @@ class FolderLoader:
     def _squares(self, epoch: int) -> _Squares:
         return _Squares(self.folder, self.size, self.augment, self.order.seed, epoch)
 
-    def _stream(self, batches: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _stream(self, batches: DataLoader[Any]) -> Generator[tuple[Tensor, Tensor], None, None]:
         # A plain loop, so that an error releases the iterator and its workers at once.
         for batch in batches:
             yield self._delivered(batch)
@@ -104,6 +112,33 @@ class FolderLoader:
             raise UserError(*batch.args)  # a new error: raising this local would create a reference cycle
         x, y = (each.to(self.device, non_blocking=True) for each in batch)
         return unit(x), y
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """Ignore signals that reach all processes of a run at once, as those of systemd, Slurm and Ctrl-C.
+
+    The run stops after its step and ends its workers. With torch's handler they would end before the run, which would
+    fail.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+# At its exit Python sends SIGTERM to the workers of an unfinished epoch and waits for them, but they ignore it. So its
+# streams are closed before: in a main process by `atexit`, before torch's exit function, after which a loader no longer
+# ends its workers, and in a process of multiprocessing, which does not call `atexit`, by `Finalize`.
+_open_streams: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_streams() -> None:
+    for stream in list(_open_streams):
+        stream.close()
+
+
+def _close(stream: weakref.ref[Generator[Any, None, None]]) -> None:
+    if (found := stream()) is not None:
+        found.close()
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,12 +72,10 @@ def decode(path: Path) -> Image:
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             return image.convert("RGB")
     except FileNotFoundError:
-        raise UserError(
-            f"image folder: no {path.name} in {path.parent.absolute()}; it was deleted after listing"
-        ) from None
+        raise UserError(f"there is no image {path.name} in {path.parent.absolute()}") from None
     except Exception as error:  # decoders raise almost anything on a damaged file
         why = " ".join(f"{type(error).__name__}: {str(error)[:120]}".split())
-        raise UserError(f"image folder: {path.absolute()} cannot be read as an image ({why})") from None
+        raise UserError(f"{path.absolute()} cannot be read as an image ({why})") from None
 
 
 def crop(image: Image, box: Box, size: int, flip: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""Measure the size and speed of a packed file against dense PyTorch and onnxruntime on the same machine."""
+"""Measure the size and speed of an exported file against dense PyTorch and onnxruntime on the same machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,66 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.deploy import onnx_model
+from equipoise.deploy.custom import read_custom
 from equipoise.deploy.loading import with_kernels
-from equipoise.deploy.packed_file import Unpacked, read_packed
+from equipoise.deploy.packed_file import WEIGHTS, read_file, read_packed, stored_values
+from equipoise.errors import UserError
 from equipoise.storage.pack import describe
 
 Run = Callable[[], object]
 DENSE = ("PyTorch", "PyTorch channels_last")
 ONE, MANY = 1, 128
 LATENCY_TURNS = 5  # times as many repeats for a single image, because these are short
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured.
+
+    Attributes:
+        path: The file.
+        original: The dense model before it was exported; its weights do not matter.
+        model: The dense model with the weights of the file.
+        sparse: The same on the sparse kernels.
+        input_shape: Shape of one input.
+        stored: Numbers in the file.
+    """
+
+    path: Path
+    original: nn.Module
+    model: nn.Module
+    sparse: nn.Module
+    input_shape: tuple[int, ...]
+    stored: int
+
+
+def packed_subject(path: Path, allow_code: bool = False) -> Subject:
+    """Read a file that `equipoise export` wrote; the rivals run the network with its norms folded."""
+    found = read_packed(path, allow_code)
+    shape = found.blueprint.input_shape
+    return Subject(path, found.blueprint.skeleton(), found.model, with_kernels(found.model), shape, found.stored)
+
+
+def custom_subject(path: Path, into: nn.Module, input_shape: tuple[int, ...]) -> Subject:
+    """Read a file that `equipoise.save` wrote.
+
+    Args:
+        path: The file.
+        into: The custom model as it was before packing.
+        input_shape: Shape of one input.
+
+    Raises:
+        UserError: If the file does not fit the model, or the model does not take such inputs.
+    """
+    model = read_custom(path, into)
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, *input_shape))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise UserError(f"the model does not take an input of {input_shape}: {line}") from None
+    sparse = with_kernels(model, torch.preserve_format)
+    return Subject(path, into, model, sparse, input_shape, stored_values(read_file(path, WEIGHTS)[1]))
 
 
 @dataclass(frozen=True)
@@ -41,7 +93,7 @@ class Report:
         sparse_layers: Layers that run on the sparse kernels.
         threads: Threads of torch and of the kernels.
         seconds: Median seconds for one image and for 128, by rival.
-        missing: Packages that are not installed and that a rival would need.
+        without_onnx: Why onnxruntime is not among the rivals; empty if it is.
     """
 
     file_bytes: int
@@ -52,7 +104,7 @@ class Report:
     sparse_layers: int
     threads: int
     seconds: dict[str, tuple[float, float]]
-    missing: list[str]
+    without_onnx: str
 
     @property
     def dense(self) -> tuple[float, float]:
@@ -61,29 +113,28 @@ class Report:
         return min(one), min(many)
 
 
-def bench(path: Path, repeats: int = 15, threads: int | None = None) -> Report:
-    """Measure a packed file. The rivals run the same network, with norms folded and zeros stored.
+def bench(subject: Subject, repeats: int = 15, threads: int | None = None) -> Report:
+    """Measure an exported file. The rivals run the same network with its zeros stored.
 
     Args:
-        path: A file that `equipoise export` wrote.
+        subject: The file and its network, see `packed_subject` and `custom_subject`.
         repeats: Repeats of each rival for 128 images; a single image is repeated five times as often.
         threads: Number of threads; torch's present number by default.
     """
-    unpacked = read_packed(path)
-    skeleton, sparse = unpacked.blueprint.skeleton(), with_kernels(unpacked.model)
     with using_threads(threads) as count, tempfile.TemporaryDirectory() as folder:
-        rivals, missing = make_rivals(sparse, unpacked, Path(folder), count)
-        seconds = measure(rivals, unpacked.blueprint.input_shape, repeats)
+        rivals, without_onnx = make_rivals(subject, Path(folder), count)
+        seconds = measure(rivals, subject.input_shape, repeats)
+    original = subject.original
     return Report(
-        file_bytes=path.stat().st_size,
-        dense_bytes=sum(tensor.nbytes for tensor in skeleton.state_dict().values()),
-        stored=unpacked.stored,
-        parameters=sum(parameter.numel() for parameter in skeleton.parameters()),
-        layers=sum(parameter.dim() > 1 for parameter in skeleton.parameters()),
-        sparse_layers=len(describe(sparse)),
+        file_bytes=subject.path.stat().st_size,
+        dense_bytes=sum(tensor.nbytes for tensor in original.state_dict().values()),
+        stored=subject.stored,
+        parameters=sum(parameter.numel() for parameter in original.parameters()),
+        layers=sum(parameter.dim() > 1 for parameter in original.parameters()),
+        sparse_layers=len(describe(subject.sparse)),
         threads=count,
         seconds=seconds,
-        missing=missing,
+        without_onnx=without_onnx,
     )
 
 
@@ -98,21 +149,23 @@ def using_threads(threads: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def make_rivals(
-    sparse: nn.Module, unpacked: Unpacked, folder: Path, threads: int
-) -> tuple[dict[str, Callable[[Tensor], Run]], list[str]]:
-    """Return a function by rival that prepares a run on given images, and the packages that are missing."""
-    model = unpacked.model
+def make_rivals(subject: Subject, folder: Path, threads: int) -> tuple[dict[str, Callable[[Tensor], Run]], str]:
+    """Return a function by rival that prepares a run on given images, and why onnxruntime is not among them."""
+    model = subject.model
     last = cast(Any, copy.deepcopy(model)).to(memory_format=torch.channels_last)
-    rivals = {"equipoise": _torch_run(sparse), DENSE[0]: _torch_run(model)}
+    rivals = {"equipoise": _torch_run(subject.sparse), DENSE[0]: _torch_run(model)}
     rivals[DENSE[1]] = lambda x: _torch_run(last)(x.to(memory_format=torch.channels_last) if x.dim() == 4 else x)
     missing = onnx_model.missing()
     missing += [] if importlib.util.find_spec("onnxruntime") else ["onnxruntime"]
-    if not missing:
-        file = folder / "dense.onnx"
-        onnx_model.write_model(model, unpacked.blueprint.input_shape, file)
-        rivals["onnxruntime"] = _onnx_run(file, threads)
-    return rivals, missing
+    if missing:
+        return rivals, f"{', '.join(missing)} not installed (pip install equipoise[onnx])"
+    file = folder / "dense.onnx"
+    try:
+        onnx_model.write_model(model, subject.input_shape, file)
+    except Exception as error:  # the exporter raises anything for a custom model that it cannot trace
+        return rivals, f"torch cannot export this model to ONNX ({type(error).__name__})"
+    rivals["onnxruntime"] = _onnx_run(file, threads)
+    return rivals, ""
 
 
 def _torch_run(model: nn.Module) -> Callable[[Tensor], Run]:

@@ -28,8 +28,8 @@ def report_lines(report: Report) -> Iterator[str | Table]:
         f"{report.threads} thread{'s' if report.threads > 1 else ''}; × is the speed relative to the faster PyTorch"
     )
     yield make_table(["", "1 image", "", f"{MANY} images", ""], rows, title)
-    if report.missing:
-        yield f"without onnxruntime: {', '.join(report.missing)} not installed (pip install equipoise[onnx])"
+    if report.without_onnx:
+        yield f"without onnxruntime: {report.without_onnx}"
 
 
 def size(count: int) -> str:

@@ -26,8 +26,11 @@ class Blueprint:
         model: Name in the catalogue of models.
         options: Options of the model.
         input_shape: Shape of one image.
-        mean: Mean of the normalisation, per channel.
+        mean: Mean of the normalisation, per channel; empty if the model has none.
         std: Standard deviation of the normalisation, per channel.
+        classes: Names of the classes, by label; empty if unknown.
+        zoom: Side of the centred square of an image that the network saw in evaluations, as a multiple of the shorter
+            side of the image.
     """
 
     model: str
@@ -35,6 +38,8 @@ class Blueprint:
     input_shape: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    classes: tuple[str, ...] = ()
+    zoom: float = 1.0
 
     def skeleton(self) -> nn.Module:
         """Build the model in eval mode without memory for its weights, and check that it takes its input.
@@ -56,6 +61,8 @@ class Blueprint:
         return model
 
     def _check_input(self, model: nn.Module) -> None:
+        if not 0 < self.zoom <= 1:
+            raise UserError(f"zoom={self.zoom}: above 0 and at most 1")
         if min(self.input_shape, default=1) < 1 or math.prod(self.input_shape) > LARGEST_INPUT:
             raise UserError(f"no image has the shape {self.input_shape}")
         try:
@@ -81,11 +88,19 @@ class Blueprint:
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.reset_running_stats()
-            if isinstance(module, Normalize):
+            if isinstance(module, Normalize) and self.mean:
                 module.set(self.mean, self.std)
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
         return model
+
+
+def foreign_buffers(model: nn.Module) -> list[str]:
+    """Return the names of the buffers that are neither statistics of a BatchNorm nor those of `Normalize`."""
+    known = (nn.modules.batchnorm._BatchNorm, Normalize)
+    owners = {f"{name}." if name else "": module for name, module in model.named_modules()}
+    found = [(prefix, name) for prefix, m in owners.items() if not isinstance(m, known) for name in m._buffers]
+    return [f"{prefix}{name}" for prefix, name in found]
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,9 @@ class Network:
         skeleton = self.blueprint.skeleton()
         weights = {name: self.state[name] for name, _ in skeleton.named_parameters() if name in self.state}
         model = self.blueprint.fill(skeleton, weights)
+        for name in foreign_buffers(model):
+            if name not in self.state:
+                raise UserError(f'"{name}" is a buffer that is not in the state_dict; register it as persistent')
         try:
             model.load_state_dict(dict(self.state))
         except RuntimeError as error:

@@ -281,7 +281,7 @@ class _Source:
         return name
 
     def _weight(self, weight: Any, bias: Any) -> str:
-        parts = encode(self._tensor(weight), self._values)
+        parts = encode(self._tensor(weight), self._values, gaps_only=True)
         names = {part: self._array(tensor.numpy()) for part, tensor in parts.items()}
         gaps = {1: "gaps8", 2: "gaps16"}[parts["gaps"].element_size()] if "gaps" in parts else ""
         fields = {"values": names["values"], "count": str(parts["values"].numel())}

@@ -1,9 +1,13 @@
-"""Code a sparse weight in few bytes: the gaps between its nonzeros, and their values in float32, bf16 or int8."""
+"""Code a sparse weight in few bytes: the indices of its nonzeros, and their values in float32, bf16 or int8.
+
+Indices are those of blocks of outputs x inputs at one position of a kernel; a block of an unstructured weight is one
+weight. They are coded as gaps between blocks with a nonzero, or as a bitmap of all blocks.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +17,11 @@ from torch import Tensor
 
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
+from equipoise.storage.bitmap import get_bits, pack_bits
+from equipoise.topology.pattern import Block
 
-PARTS = {"values", "gaps", "scale"}
+INDICES = ("gaps", "bitmap", "block")
+PARTS = {"values", "scale", *INDICES}
 VALUES: Catalogue[torch.dtype] = Catalogue(
     "type of values", {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 )
@@ -22,26 +29,59 @@ GAP_TYPES = (np.uint8, np.uint16)
 LARGEST_INT8 = 127
 
 
-def encode(weight: Tensor, values: str = "float32") -> dict[str, Tensor]:
+def encode(weight: Tensor, values: str = "float32", gaps_only: bool = False) -> dict[str, Tensor]:
     """Code a weight.
 
     Args:
         weight: The dense weight.
         values: Type of the values: `float32`, `bf16`, or `int8`, which is symmetric with one scale per output
             channel, max|w| / 127.
+        gaps_only: Whether to use neither bitmaps nor blocks.
 
     Returns:
-        `values` of the nonzeros in flat order, `gaps` between them, and `scale` for int8. If gaps would take more
-        bytes than they save, all values and no `gaps`.
+        `values` of the active blocks, in the order of outputs and inputs; `gaps` between active blocks or a `bitmap` of
+        all blocks, whichever takes fewer bytes; `block`, the outputs and inputs of a block if it has several weights;
+        and `scale` for int8. If indices would take more bytes than they save, all values and no indices.
     """
     flat, scale = _round(weight.detach().to("cpu", torch.float32), VALUES[values])
-    index = flat.nonzero().flatten()
-    gaps = encode_gaps(index.numpy())
-    if gaps.nbytes + index.numel() * flat.itemsize < flat.nbytes:
-        parts = {"values": flat[index], "gaps": torch.from_numpy(gaps)}
-    else:
-        parts = {"values": flat}
+    rounded = flat.view(weight.shape)
+    best = _in_blocks(rounded, (1, 1), gaps_only)
+    block = (1, 1)
+    while not gaps_only:
+        larger = [
+            size for size in ((2 * block[0], block[1]), (block[0], 2 * block[1])) if _divides(size, weight.shape)
+        ]
+        coded = [(_in_blocks(rounded, size), size) for size in larger]
+        better = [(parts, size) for parts, size in coded if _bytes(parts) < _bytes(best)]
+        if not better:
+            break
+        best, block = min(better, key=lambda pair: _bytes(pair[0]))
+    parts = best if _bytes(best) < flat.nbytes else {"values": flat}
     return parts if scale is None else {**parts, "scale": scale}
+
+
+def _in_blocks(weight: Tensor, block: tuple[int, int], gaps_only: bool = False) -> dict[str, Tensor]:
+    """Values and indices of the blocks that have a nonzero."""
+    units = _units(weight, block)
+    active = (units != 0).any(1)
+    index = active.nonzero().flatten()
+    gaps, bitmap = torch.from_numpy(encode_gaps(index.numpy())), pack_bits(active)
+    parts = {"values": units[index].flatten()}
+    parts |= {"gaps": gaps} if gaps_only or gaps.nbytes <= bitmap.nbytes else {"bitmap": bitmap}
+    return parts if block == (1, 1) else {**parts, "block": torch.tensor(block, dtype=torch.int32)}
+
+
+def _units(tensor: Tensor, block: tuple[int, int]) -> Tensor:
+    """The elements of a tensor as (blocks, elements of a block)."""
+    return tensor.reshape(-1, 1) if block == (1, 1) else Block(*block).arrange(tensor)[0]
+
+
+def _divides(block: tuple[int, int], shape: Sequence[int]) -> bool:
+    return shape[0] % block[0] == 0 and shape[1] % block[1] == 0
+
+
+def _bytes(parts: Mapping[str, Tensor]) -> int:
+    return sum(part.nbytes for part in parts.values())
 
 
 def _round(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -60,15 +100,16 @@ def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
     Raises:
         UserError: If the parts are not those of a weight of this shape.
     """
-    values, gaps, scale = parts.get("values"), parts.get("gaps"), parts.get("scale")
+    values, scale = parts.get("values"), parts.get("scale")
     if values is None or values.dim() != 1 or values.dtype not in VALUES.values() or set(parts) - PARTS:
         raise UserError("its values must be a vector of float32, bf16 or int8")
     if (scale is None) != (values.dtype is not torch.int8):
         raise UserError("int8 values have a scale, other values have none")
     count = math.prod(shape)
     flat = values.float()
-    if gaps is not None:
-        index = torch.from_numpy(_indices(gaps, values.numel(), count))
+    if set(parts) & set(INDICES):
+        units = _units(torch.arange(count).view(shape), _block(parts, shape))
+        index = units[_active(parts, len(units), values.numel(), units.shape[1])].flatten()
         flat = torch.zeros(count).index_put_((index,), flat)
     if flat.numel() != count:
         raise UserError(f"it has {flat.numel()} values for {count} weights")
@@ -110,15 +151,44 @@ def decode_all(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
     return found
 
 
-def _indices(gaps: Tensor, values: int, count: int) -> NDArray[np.int64]:
+def _block(parts: Mapping[str, Tensor], shape: Sequence[int]) -> tuple[int, int]:
+    """Outputs and inputs of a block."""
+    if "block" not in parts:
+        return 1, 1
+    block = parts["block"]
+    if block.shape != (2,) or block.dtype is not torch.int32 or int(block.min()) < 1 or int(block.prod()) == 1:
+        raise UserError("its block must be two int32, outputs and inputs")
+    outputs, inputs = block.tolist()
+    if not _divides((outputs, inputs), shape):
+        raise UserError(
+            f"it has blocks of {outputs}x{inputs} in a weight of {shape[0]} outputs and {shape[1]} inputs"
+        )
+    return outputs, inputs
+
+
+def _active(parts: Mapping[str, Tensor], count: int, values: int, elements: int) -> Tensor:
+    """Ascending indices of the blocks that have values."""
+    if ("gaps" in parts) == ("bitmap" in parts):
+        raise UserError("its indices must be either gaps or a bitmap")
+    index = _from_gaps(parts["gaps"], count) if "gaps" in parts else _from_bitmap(parts["bitmap"], count)
+    if len(index) * elements != values:
+        raise UserError(f"it has {len(index)} indices for {values} values")
+    return index
+
+
+def _from_gaps(gaps: Tensor, count: int) -> Tensor:
     if gaps.dim() != 1 or gaps.dtype not in (torch.uint8, torch.uint16):
         raise UserError("its gaps must be a vector of uint8 or uint16")
     index = decode_gaps(gaps.numpy())
-    if len(index) != values:
-        raise UserError(f"it has {len(index)} indices for {values} values")
     if len(index) and index[-1] >= count:  # ascending, so the last is the largest
         raise UserError(f"it has a value at index {index[-1]} of {count}")
-    return index
+    return torch.from_numpy(index)
+
+
+def _from_bitmap(bitmap: Tensor, count: int) -> Tensor:
+    if bitmap.dtype is not torch.uint8 or bitmap.shape != (-(-count // 8),):
+        raise UserError(f"its bitmap must have {-(-count // 8)} bytes for {count} blocks")
+    return get_bits(bitmap, count).nonzero().flatten()
 
 
 def encode_gaps(index: NDArray[np.int64]) -> NDArray[Any]:

@@ -40,6 +40,29 @@ FORMATS: Catalogue[Callable[..., None]] = Catalogue(
 VALUES_OF = {"packed": tuple(VALUES), "c": tuple(VALUE_TYPES)}  # formats that store more than float32
 
 
+SUFFIXES = {".safetensors": ("packed", "state_dict"), ".onnx": ("onnx",), ".c": ("c",)}
+"""The formats that files of a suffix have; the first is the default."""
+
+
+def format_of(path: Path, form: str | None = None) -> str:
+    """Return the format of a file to write: `form`, or that of its suffix; without a suffix `packed`.
+
+    Raises:
+        UserError: If the suffix and `form` contradict each other, or the suffix is unknown and there is no `form`.
+    """
+    known = SUFFIXES.get(path.suffix)
+    if form is not None:
+        FORMATS[form]
+        if known is not None and form not in known:
+            raise UserError(f"{path.name} is the name of a file in the format {known[0]}, not {form}; rename it")
+        return form
+    if path.suffix and known is None:
+        raise UserError(
+            f"the suffix of {path.name} tells no format; use {' or '.join(SUFFIXES)}, or name one with --format"
+        )
+    return "packed" if known is None else known[0]
+
+
 def export(network: Network, path: Path, form: str = "packed", values: str = "float32", force: bool = False) -> None:
     """Write a network to a file, whole or not at all.
 

@@ -6,6 +6,7 @@ import copy
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,31 +14,45 @@ from torch import Tensor, nn
 from equipoise.deploy.custom import read_custom
 from equipoise.deploy.frozen import freeze, is_frozen
 from equipoise.deploy.packed_file import read_packed
+from equipoise.errors import UserError
 from equipoise.kernels.library import available
 from equipoise.storage.pack import pack_masks
 from equipoise.storage.packed_modules import packed
 
 
-def load(path: str | os.PathLike[str], dense: bool = False, into: nn.Module | None = None) -> nn.Module:
+def load(
+    path: str | os.PathLike[str], dense: bool = False, into: nn.Module | None = None, allow_code: bool = False
+) -> nn.Module:
     """Load a network for inference, in eval mode on the CPU.
 
     Sparse layers run on the kernels, dense layers at the ends of the network on torch. If dense layers are faster, or
-    the kernels are not available, all layers are torch's. No code in the file is executed.
+    the kernels are not available, all layers are torch's. The file contains no code.
 
     Args:
         path: A file that `equipoise export` or `equipoise.save` wrote.
         dense: Whether to use torch's layers only.
         into: For a file of `equipoise.save`, the custom model as it was before packing. It is copied.
+        allow_code: Whether to import a custom model that the file names, such as `package.nets:Net`.
 
     Raises:
         UserError: If the file is missing, damaged, or does not fit the model.
     """
-    if into is None:
-        model, layout = read_packed(Path(path)).model, torch.channels_last
-    else:
+    if into is not None:
+        model = read_custom(Path(path), into)
         # in another layout a custom forward may fail (`view`), or change a flattened copy in place
-        model, layout = read_custom(Path(path), into), torch.preserve_format
-    return model if dense else with_kernels(model, layout)
+        return model if dense else with_kernels(model, torch.preserve_format)
+    model = read_packed(Path(path), allow_code).model
+    network = model if dense else with_kernels(model)
+    network.register_forward_pre_hook(refuse_integers)
+    return network
+
+
+def refuse_integers(network: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Raise for images of integers, which the network would take for pixels that are 255 times too bright."""
+    for x in inputs:
+        if isinstance(x, Tensor) and not x.is_floating_point():
+            kind = str(x.dtype).removeprefix("torch.")
+            raise UserError(f"the network takes pixels in [0, 1] as float32, not {kind}; give it images / 255")
 
 
 def with_kernels(model: nn.Module, layout: torch.memory_format = torch.channels_last) -> nn.Module:

@@ -1,7 +1,8 @@
 """The packed file: a safetensors file with coded weights and a header that describes the model.
 
 The header is JSON in the metadata, under `equipoise`: see `Header`. Biases and norms are tensors of their names. A
-weight is stored as `NAME/values`, `NAME/gaps` and `NAME/scale` (see `coding`). Reading a file executes no code from
+weight is stored as `NAME/values`, its indices as `NAME/gaps` or `NAME/bitmap`, and `NAME/block` and `NAME/scale` if it
+has them (see `coding`). Reading a file executes no code from
 it: the model is looked up in the catalogue by its name.
 """
 
@@ -20,12 +21,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from equipoise.catalogue import names_code
 from equipoise.config import build
-from equipoise.deploy.blueprint import Blueprint, Network
-from equipoise.deploy.coding import decode_all, encode
+from equipoise.deploy.blueprint import Blueprint, Network, foreign_buffers
+from equipoise.deploy.coding import INDICES, decode_all, encode
 from equipoise.deploy.fold import fold, restructure
 from equipoise.errors import UserError
 from equipoise.files import written_whole
+from equipoise.models import MODELS
 
 KEY = "equipoise"
 WEIGHTS = "equipoise-weights"  # weights of a custom model: see `custom`
@@ -78,6 +81,8 @@ def write_packed(network: Network, path: Path, values: str = "float32") -> None:
         UserError: If the weights do not fit the model or are not finite.
     """
     model = network.build()
+    if foreign := foreign_buffers(model):
+        raise UserError(f'"{foreign[0]}" is a buffer, which packed files do not store; use --format state_dict')
     header = Header(VERSION, network.blueprint, fold(model))
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -88,15 +93,22 @@ def write_packed(network: Network, path: Path, values: str = "float32") -> None:
     write_file(path, KEY, asdict(header), tensors)
 
 
-def read_packed(path: Path) -> Unpacked:
+def read_packed(path: Path, allow_code: bool = False) -> Unpacked:
     """Read a file that `write_packed` wrote, without executing any code from it.
+
+    Args:
+        path: The file.
+        allow_code: Whether to import a custom model that the file names, such as `package.nets:Net`.
 
     Raises:
         UserError: If the file is missing, damaged, of another version or of another kind.
     """
     header, tensors = read_file(path, KEY)
     try:
-        return _unpack(build(Header, header, "header"), tensors)
+        known = build(Header, header, "header")
+        if allow_code and names_code(known.network.model):
+            MODELS.import_code(known.network.model)
+        return _unpack(known, tensors)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -161,7 +173,8 @@ def _parse_header(path: Path, metadata: Mapping[str, str], key: str) -> dict[str
 def _instead(path: Path, metadata: Mapping[str, str], key: str) -> str:
     """Kind of a file that has another header, and how to use it."""
     if WEIGHTS in metadata:
-        return f'the file of a custom model, without a description: load("{path.name}", into=model)'
+        command = f"equipoise bench {path.name} model=package.nets:Net --shape 3x32x32"
+        return f'the file of a custom model, without a description: load("{path.name}", into=model), or `{command}`'
     if KEY in metadata:
         return f'a packed network with a description: load("{path.name}") without `into`'
     return f"not a packed network; {_maker(path, key)}"
@@ -191,8 +204,12 @@ def _unpack(header: Header, tensors: Mapping[str, Tensor]) -> Unpacked:
         if "/" not in key and (tensor.dtype is not torch.float32 or not tensor.isfinite().all()):
             raise UserError(f'"{key}" is {tensor.dtype}; biases and norms are finite float32')
     weights = decode_all(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
-    stored = sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("/gaps"))
-    return Unpacked(blueprint, blueprint.fill(model, weights), header.folded, stored)
+    return Unpacked(blueprint, blueprint.fill(model, weights), header.folded, stored_values(tensors))
+
+
+def stored_values(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of values and scales among the tensors of a file."""
+    return sum(tensor.numel() for key, tensor in tensors.items() if key.rpartition("/")[2] not in INDICES)
 
 
 def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

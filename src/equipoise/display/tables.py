@@ -60,6 +60,14 @@ def percent(share: float, digits: int = 2) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def duration(seconds: float) -> str:
+    """Format seconds: `40 s`, `12 min`, `3 h 20 min`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def number(value: float | None) -> str:
     """Format a number with three decimals; empty if it is `None` or NaN."""
     return "" if value is None or value != value else f"{value:.3f}"

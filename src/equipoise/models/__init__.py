@@ -29,6 +29,7 @@ MODELS: Catalogue[Callable[..., nn.Module]] = Catalogue(
         "resnet50": resnet50,
         "wrn_28_4": wrn_28_4,
     },
+    group="models",
 )
 
 __all__ = [

@@ -50,8 +50,12 @@ def small(classes: int = 10, channels: int = 1, size: int = 8) -> Small:
     """Small convolutional net for the 8x8 digits: 98k prunable weights.
 
     Three 3x3 convolutions without bias (32, 64, 128 channels), each with BatchNorm and ReLU; a max-pool
-    after the first and the third; a linear layer. torch's default initialisation. `size` is the side of the
-    input in pixels.
+    after the first and the third; a linear layer. torch's default initialisation.
+
+    Args:
+        classes: Number of classes.
+        channels: Number of input channels.
+        size: Side of the input in pixels.
     """
     return Small(classes, channels, size)
 
@@ -59,8 +63,13 @@ def small(classes: int = 10, channels: int = 1, size: int = 8) -> Small:
 def mlp(classes: int = 10, channels: int = 1, size: int = 8, hidden: int = 256) -> MLP:
     """Perceptron with two hidden layers, for the 8x8 digits: 84k prunable weights.
 
-    Linear layers with bias and ReLU, no normalisation layers. torch's default initialisation. `size` is the side of
-    the input in pixels, `hidden` the width of both hidden layers.
+    Linear layers with bias and ReLU, no normalisation layers. torch's default initialisation.
+
+    Args:
+        classes: Number of classes.
+        channels: Number of input channels.
+        size: Side of the input in pixels.
+        hidden: Width of both hidden layers.
     """
     return MLP(classes, channels, size, hidden)
 

@@ -75,8 +75,12 @@ def vgg16(classes: int = 10, channels: int = 3, size: int = 32) -> VGG16:
     """VGG-16 for 32x32 images, as in BSR-Net: 15.3M prunable weights.
 
     13 3x3 convolutions without bias, each with BatchNorm and ReLU; a max-pool after the first four blocks;
-    2048-256-256-classes with bias and ReLU; no dropout. He initialisation. `size` is the side of the input in
-    pixels.
+    2048-256-256-classes with bias and ReLU; no dropout. He initialisation.
+
+    Args:
+        classes: Number of classes.
+        channels: Number of input channels.
+        size: Side of the input in pixels.
     """
     return VGG16(classes, channels, size)
 
@@ -86,8 +90,12 @@ def vgg_c(classes: int = 10, channels: int = 3, size: int = 32) -> VGGC:
 
     13 convolutions with bias, each with BatchNorm and ReLU; a max-pool after each of the five blocks;
     2048-512-512-classes. The 1x1 convolutions have the padding of 1 of the 3x3 ones, so their feature maps
-    grow. torch's default initialisation, as in ITOP's code. `size` is the side of the input in
-    pixels.
+    grow. torch's default initialisation, as in ITOP's code.
+
+    Args:
+        classes: Number of classes.
+        channels: Number of input channels.
+        size: Side of the input in pixels.
     """
     return VGGC(classes, channels, size)
 

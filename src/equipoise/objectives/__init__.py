@@ -15,6 +15,8 @@ from equipoise.objectives.trades import Trades
 OBJECTIVES: Catalogue[type[Objective]] = Catalogue(
     "objective",
     {"standard": Standard, "at": AdversarialTraining, "trades": Trades, "mart": Mart, "mixed": Mixed},
+    group="objectives",
+    base=Objective,
 )
 
 __all__ = [

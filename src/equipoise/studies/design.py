@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -17,7 +17,7 @@ from equipoise.scores import ALL_SCORES
 from equipoise.studies.metrics import BY_EPOCH, MEASURED, METRICS, SHARES, WINDOW
 from equipoise.studies.results import VERSION, Claim, PaperValue, Question, slug
 from equipoise.studies.robust import JUDGES
-from equipoise.training.recipe import apply_overrides, lay_over, make_recipe, read_recipe
+from equipoise.training.recipe import apply_overrides, import_code, lay_over, make_recipe, read_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +133,14 @@ class Design:
             raise UserError("seed: the seeds are those of the study, such as `seeds: [0, 1]`")
         return {**raw, "seed": seed}
 
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """Yield the recipes and overrides that the recipes of the arms are made of."""
+        yield _override({}, self.set)
+        for own in ({"recipe": self.recipe}, *self.arms.values()):
+            yield _override({}, {key: value for key, value in own.items() if key != "recipe"})
+            sources = own.get("recipe", ())
+            yield from map(read_recipe, [sources] if isinstance(sources, str) else sources)
+
     def asked(self) -> dict[str, Any]:
         """Return the content of study.json."""
         budgets = {_with_budget(arm, budget): arm for budget in self.budgets for arm in self.arms}
@@ -153,16 +161,20 @@ def _override(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 # Reading
 
 
-def read_study(source: str) -> Design:
+def read_study(source: str, allow_code: bool = False) -> Design:
     """Read a study file and check the recipe of every arm.
 
     Args:
         source: A `.yaml` file, or the name of a packaged study.
+        allow_code: Whether to import the Python code that the study and its recipes name.
 
     Raises:
         UserError: If the file cannot be read, or a key or value is wrong.
     """
     design = read_design(source)
+    if allow_code:
+        for part in design.parts():
+            import_code(part)
     for arm in design.every_arm:
         where = f"{Path(source).name}, {arm}"
         recipe = call(make_recipe, {"raw": call(design.raw, {"arm": arm, "seed": design.seeds[0]}, where)}, where)

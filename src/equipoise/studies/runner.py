@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from equipoise.studies.results import result_file, slug, write_result
 from equipoise.studies.robust import robust_scores
 from equipoise.training import signals
 from equipoise.training.measure import MeasureWatcher, measure_trainer
-from equipoise.training.recipe import lay_over, make_recipe
+from equipoise.training.recipe import import_code, lay_over, make_recipe
 from equipoise.training.run_folder import RunFolder, read_epochs
 from equipoise.training.trainer import Trainer, resume
+from equipoise.training.watchers import ProgressLines, Watcher, Watchers
 
 ALONG_FILE = "measure.jsonl"
 
@@ -38,6 +40,7 @@ class Job:
         folder: The folder of the run.
         result: The file of the result.
         other_jobs: Number of other jobs sharing the device; recorded next to the timings.
+        allow_code: Whether to import the Python code that the recipe names.
     """
 
     design: Design
@@ -47,6 +50,7 @@ class Job:
     folder: Path
     result: Path
     other_jobs: int = 0
+    allow_code: bool = False
 
     def __str__(self) -> str:
         return f"{self.design.name}, {self.arm}, seed {self.seed}"
@@ -60,6 +64,7 @@ def jobs_of(
     seeds: Sequence[int] = (),
     data: Path | None = None,
     other_jobs: int = 0,
+    allow_code: bool = False,
 ) -> list[Job]:
     """Return the jobs of a study, seed by seed.
 
@@ -71,6 +76,7 @@ def jobs_of(
         seeds: Seeds to run; empty for all.
         data: The folder of the datasets; `None` for that of the recipes.
         other_jobs: Number of other jobs sharing the device.
+        allow_code: Whether to import the Python code that the recipes name.
 
     Raises:
         UserError: If the study has no such arm or seed.
@@ -86,7 +92,7 @@ def jobs_of(
             if data is not None:
                 raw = lay_over(raw, {"data": {"root": str(data)}})
             path = result_file(results / name, arm, seed)
-            jobs.append(Job(design, arm, seed, raw, work / name / path.stem, path, other_jobs))
+            jobs.append(Job(design, arm, seed, raw, work / name / path.stem, path, other_jobs, allow_code))
     return jobs
 
 
@@ -127,11 +133,15 @@ def run_study(
 def run_job(job: Job) -> str:
     """Train to the end, from the last checkpoint if there is one, and write the result. Return a line about it."""
     design = job.design
+    if job.allow_code:
+        import_code(job.recipe)  # this may be another process than the one that read the study
     with _trainer(job) as trainer:
         if _found(job) is not None:  # another process finished it before this one claimed the folder
             return "finished by another process"
+        watchers: list[Watcher] = [ProgressLines(partial(print, flush=True), f"{job}:")]
         if design.measure and design.measure_every:
-            trainer.watcher = MeasureWatcher(job.folder / ALONG_FILE, design.measure_every)
+            watchers.append(MeasureWatcher(job.folder / ALONG_FILE, design.measure_every))
+        trainer.watcher = Watchers(*watchers)
         sharing = jobs_on_device() + job.other_jobs
         try:
             result = trainer.run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from equipoise.errors import UserError
 from equipoise.models import MODELS, Normalize
 from equipoise.training.loaders import AnyLoader
 from equipoise.training.pretrained import load_weights
-from equipoise.training.recipe import Recipe
+from equipoise.training.recipe import MODEL_OPTIONS_OF_DATA, Recipe
 
 
 def make_model(recipe: Recipe, splits: Splits) -> nn.Module:
@@ -22,25 +24,38 @@ def make_model(recipe: Recipe, splits: Splits) -> nn.Module:
 
     It has the pretrained weights of the recipe, if there are any.
     """
-    factory = MODELS[recipe.model]
-    known = parameters_of(factory)
-    options = {"classes": len(splits.classes), "channels": len(splits.mean), **recipe.model_options}
-    if "size" in known and isinstance(splits.train, Images):
-        options.setdefault("size", splits.train.images.shape[-1])
+    size = splits.train.images.shape[-1] if isinstance(splits.train, Images) else None
     try:
-        model = factory(**options)
+        model = MODELS[recipe.model](
+            **options_of_data(recipe.model, len(splits.classes), len(splits.mean), size) | dict(recipe.model_options)
+        )
     except (UserError, RuntimeError, TypeError, MemoryError) as error:
         raise UserError(f"model: {' '.join(str(error).split())[:200]}") from None
-    normalize = getattr(model, "normalize", None)
-    if isinstance(normalize, Normalize) and recipe.data.normalize:
-        normalize.set(splits.mean, splits.std)
+    if not isinstance(model, nn.Module):
+        raise UserError(f'model: "{recipe.model}" returned {type(model).__name__}, not a torch.nn.Module')
+    if recipe.data.normalize:
+        if isinstance(normalize := getattr(model, "normalize", None), Normalize):
+            normalize.set(splits.mean, splits.std)
+        else:
+            warnings.warn(
+                f'the model "{recipe.model}" has no layer `normalize` (equipoise.models.Normalize), so it is given '
+                "pixels in [0, 1]; data.normalize=false says that this is intended",
+                stacklevel=2,
+            )
     if recipe.weights is not None:
         load_weights(model, Path(recipe.weights))
     return model
 
 
+def options_of_data(model: str, classes: int, channels: int, size: int | None) -> dict[str, int]:
+    """Return the options of a model that follow from the data, as far as the model has them."""
+    values = zip(MODEL_OPTIONS_OF_DATA, (classes, classes, channels, channels, size), strict=True)
+    known = parameters_of(MODELS[model])
+    return {name: value for name, value in values if name in known and value is not None}
+
+
 @torch.no_grad()
-def check_fit(model: nn.Module, loader: AnyLoader, classes: int, device: torch.device) -> None:
+def check_fit(model: nn.Module, recipe: Recipe, loader: AnyLoader, classes: int, device: torch.device) -> None:
     """Run the model on one image, so that a model that cannot take it is refused before the run begins."""
     shape = (3, loader.size, loader.size) if isinstance(loader, FolderLoader) else loader.batch(0, 0)[0].shape[1:]
     model.eval()
@@ -48,6 +63,11 @@ def check_fit(model: nn.Module, loader: AnyLoader, classes: int, device: torch.d
         logits = model(torch.zeros(1, *shape, device=device))
     except RuntimeError as error:
         size = "x".join(map(str, shape))
+        default = getattr(inspect.signature(MODELS[recipe.model]).parameters.get("size"), "default", None)
+        side = recipe.model_options.get("size", default)
+        if isinstance(loader, FolderLoader) and side not in (None, loader.size):
+            message = f"model: {recipe.model} takes images of 3x{side}x{side}, not of {size}; set data.size={side}"
+            raise UserError(message) from None
         raise UserError(f"model: it does not take images of {size}: {' '.join(str(error).split())[:200]}") from None
     model.train()
     if logits.shape[1] < classes:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from contextlib import closing
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from equipoise.config import parameters_of
 from equipoise.data import FolderLoader
+from equipoise.data.folder_loader import EVALUATION_ZOOM
 from equipoise.deploy.blueprint import Blueprint, Network
 from equipoise.deploy.export import check_weights
 from equipoise.errors import UserError
-from equipoise.models import MODELS
 from equipoise.modules import preserved_modes
 from equipoise.storage.pack import unpack
 from equipoise.topology.selection import unwrap
+from equipoise.training.build_model import options_of_data
 from equipoise.training.evaluate import three_ways
 from equipoise.training.precision import autocast
 from equipoise.training.trainer import Trainer
@@ -58,9 +57,10 @@ def _blueprint(trainer: Trainer) -> Blueprint:
     images = (3, loader.size, loader.size) if isinstance(loader, FolderLoader) else loader.batch(0, 0)[0].shape[1:]
     with preserved_modes(model):
         classes = model.eval()(torch.zeros(1, *images, device=parts.device)).shape[1]
-    options: dict[str, Any] = {"classes": classes, "channels": images[0]}
-    if "size" in parameters_of(MODELS[recipe.model]) and not isinstance(loader, FolderLoader):
-        options["size"] = images[-1]
+    size = None if isinstance(loader, FolderLoader) else images[-1]
+    options = options_of_data(recipe.model, classes, images[0], size) | dict(recipe.model_options)
     buffers = dict(model.named_buffers())  # a packed model has other modules, but the same names of buffers
-    mean, std = (tuple(buffers[f"normalize.{name}"].flatten().tolist()) for name in ("mean", "std"))
-    return Blueprint(recipe.model, options | dict(recipe.model_options), tuple(images), mean, std)
+    named = (buffers.get(f"normalize.{name}", torch.empty(0)) for name in ("mean", "std"))  # empty: no such layer
+    mean, std = (tuple(buffer.flatten().tolist()) for buffer in named)
+    zoom = EVALUATION_ZOOM if isinstance(loader, FolderLoader) else 1.0
+    return Blueprint(recipe.model, options, tuple(images), mean, std, parts.classes, zoom)

@@ -145,7 +145,12 @@ class OptimizerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SGDOptions(OptimizerOptions):
-    """Stochastic gradient descent with momentum; L2 weight decay."""
+    """Stochastic gradient descent with momentum; L2 weight decay.
+
+    Args:
+        momentum: Momentum; 0 for none.
+        nesterov: Whether the momentum is Nesterov's.
+    """
 
     momentum: float = 0.9
     nesterov: bool = True
@@ -160,7 +165,11 @@ class SGDOptions(OptimizerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SGDWOptions(OptimizerOptions):
-    """SGD with momentum and decoupled weight decay that falls with the learning rate (BSR-Net)."""
+    """SGD with momentum and decoupled weight decay that falls with the learning rate (BSR-Net).
+
+    Args:
+        momentum: Momentum; 0 for none.
+    """
 
     momentum: float = 0.9
 
@@ -173,7 +182,12 @@ class SGDWOptions(OptimizerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamOptions(OptimizerOptions):
-    """Adam; L2 weight decay."""
+    """Adam; L2 weight decay.
+
+    Args:
+        beta1: Decay of the mean of the gradients.
+        beta2: Decay of the mean of the squared gradients.
+    """
 
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -201,7 +215,10 @@ class AdamWOptions(AdamOptions):
 
 
 OPTIMIZERS: Catalogue[type[OptimizerOptions]] = Catalogue(
-    "optimizer", {"sgd": SGDOptions, "sgdw": SGDWOptions, "adam": AdamOptions, "adamw": AdamWOptions}
+    "optimizer",
+    {"sgd": SGDOptions, "sgdw": SGDWOptions, "adam": AdamOptions, "adamw": AdamWOptions},
+    group="optimizers",
+    base=OptimizerOptions,
 )
 
 

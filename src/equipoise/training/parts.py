@@ -40,6 +40,7 @@ class Parts:
     """The objects of a run, made in one place so that a new run and a resumed one are made alike.
 
     Attributes:
+        classes: Names of the classes, by label.
         train: The training images, shuffled and augmented.
         loaders: Every split in order, for scoring.
         flat: The layout of the parameters in masked storage.
@@ -51,6 +52,7 @@ class Parts:
     topology: Topology
     correction: Correction
     ema: EMA | None
+    classes: tuple[str, ...]
     train: AnyLoader
     loaders: dict[str, AnyLoader]
     flat: FlatParameters | None
@@ -80,7 +82,7 @@ def make_parts(
         on_startup: Called with seconds that an engine spends on compiling and capturing.
     """
     device = find_device(recipe.device) if world.alone else world.device
-    splits = load(recipe.data.name, recipe.data.root, recipe.data.validation, recipe.seed)
+    splits = load(recipe.data.name, recipe.data.root, recipe.data.validation, recipe.seed, recipe.data_options)
     torch.manual_seed(derive(recipe.seed, "model"))
     prepare_gpu(recipe.precision, device)
     model = synchronise(make_model(recipe, splits), world).to(device)
@@ -88,7 +90,7 @@ def make_parts(
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     train = training_loader(recipe, splits.train, device, world)
-    check_fit(model, train, len(splits.classes), device)
+    check_fit(model, recipe, train, len(splits.classes), device)
     packed = choose_storage(recipe, model, device) == "packed"
     if packed:
         model = pack(model, recipe.topology)
@@ -117,7 +119,8 @@ def make_parts(
     step = Step(model, optimizer, topology, correction, ema, train, passes, meter, engine, recipe.clip)
     loaders = scoring_loaders(recipe, splits, device, world)
     return Parts(
-        device, model, optimizer, topology, correction, ema, train, loaders, flat, engine, passes, meter, step
+        *(device, model, optimizer, topology, correction, ema, splits.classes),
+        *(train, loaders, flat, engine, passes, meter, step),
     )
 
 

@@ -13,8 +13,18 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 
-from equipoise.catalogue import Catalogue, suggestion
-from equipoise.config import build, call, check_names, checked, convert, parameters_of, parse_yaml, split
+from equipoise.catalogue import Catalogue, names_code, suggestion
+from equipoise.config import (
+    build,
+    call,
+    check_names,
+    checked,
+    convert,
+    parameters_of,
+    parse_yaml,
+    split,
+    takes_any_name,
+)
 from equipoise.correction import CORRECTIONS, Estimator
 from equipoise.data import DATASETS, Augment
 from equipoise.errors import UserError
@@ -28,6 +38,7 @@ from equipoise.training.rollback import RollbackOptions
 
 CATALOGUES: dict[str, Catalogue[Any]] = {
     "model": MODELS,
+    "data": DATASETS,
     "topology": ALGORITHMS,
     "objective": OBJECTIVES,
     "correction": CORRECTIONS,
@@ -44,6 +55,9 @@ DEFAULT_NAMES = {
     "optimizer": "sgd",
     "schedule": "piecewise",
 }
+
+MODEL_OPTIONS_OF_DATA = ("classes", "num_classes", "channels", "in_chans", "size")
+"""Options of models that a run takes from its data, unless the recipe sets them. timm uses the second and fourth."""
 
 OLD_NAMES = {
     "average": "ema",
@@ -120,7 +134,8 @@ class Recipe:
     Args:
         model: Name of a model of the catalogue.
         model_options: Options of the model.
-        data: The dataset, see `DataOptions`.
+        data: The dataset and how its images are read.
+        data_options: Options of the dataset besides those that all datasets have.
         topology: Which weights exist.
         objective: The loss that is minimised.
         correction: Which gradient is used.
@@ -140,15 +155,16 @@ class Recipe:
         clip: Largest gradient norm; 0 for no clipping.
         weights: File of pretrained weights: a state_dict (`.pt`, `.safetensors`) or an exported network. Reading it
             executes no code. With the topology `{name: static, distribution: nonzeros}` its zeros stay zero.
-        checkpoint: When checkpoints are written, see `CheckpointOptions`.
-        rollback: What happens if a loss or gradient is not finite, see `RollbackOptions`.
-        as_published: What only the published code of AGENT does, for comparisons with it, see `PublishedOptions`.
+        checkpoint: When checkpoints are written and how many are kept.
+        rollback: What happens if a loss or gradient is not finite.
+        as_published: What only the published code of AGENT does, for comparisons with it.
         raw: The mapping that the recipe was made from. It is saved in the run folder.
     """
 
     model: str
     model_options: Mapping[str, Any]
     data: DataOptions
+    data_options: Mapping[str, Any]
     topology: Algorithm
     objective: Annotated[Objective, OBJECTIVES]
     correction: Annotated[Estimator, CORRECTIONS]
@@ -202,11 +218,13 @@ class Recipe:
     def fingerprint(self) -> dict[str, Any]:
         """Everything that a checkpoint and a recipe must have in common, by key; see `MAY_CHANGE`."""
         signature = inspect.signature(MODELS[self.model]).parameters
-        options = {name: p.default for name, p in signature.items()} | dict(self.model_options)
-        found = {"seed": self.seed, "model": self.model, **{f"model.{key}": _plain(options[key]) for key in options}}
-        for each in fields(self):
-            if each.name not in (*found, "model_options", "raw"):
-                found |= _flat(each.name, getattr(self, each.name))
+        defaults = {name: signature[name].default for name in parameters_of(MODELS[self.model])}
+        found = {"seed": self.seed, "model": self.model}
+        for part, options in (("model", defaults | dict(self.model_options)), ("data", self.data_options)):
+            found |= {f"{part}.{key}": _plain(value) for key, value in options.items()}
+        for key in KEYS:
+            if key not in found:
+                found |= _flat(key, getattr(self, key))
         return {key: value for key, value in found.items() if not _may_change(key)}
 
 
@@ -255,7 +273,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
-KEYS = [f.name for f in fields(Recipe) if f.name not in ("model_options", "raw")]
+KEYS = [f.name for f in fields(Recipe) if f.name not in ("model_options", "data_options", "raw")]
 """The keys of a recipe file."""
 
 
@@ -266,14 +284,18 @@ def make_recipe(raw: Mapping[str, Any]) -> Recipe:
         UserError: If a key is unknown or a value is wrong.
     """
     _refuse_old_names(raw, "recipe")
+    for key in raw:
+        if key not in KEYS and (places := places_of(str(key))):
+            raise UserError(f'recipe: "{key}" is not a key of a recipe; write {" or ".join(places)}')
     check_names(raw, KEYS, "recipe")
     full = {**DEFAULT_NAMES, **raw}
     model, options = split(full["model"], "model")
-    data, data_options = split(full["data"], "data")
+    data, data_options = _data(full["data"])
     values: dict[str, Any] = {
         "model": model,
-        "model_options": checked(MODELS[model], options, "model"),
-        "data": build(DataOptions, {"name": data, **data_options}, "data"),
+        "model_options": checked(MODELS[model], options, "model", MODEL_OPTIONS_OF_DATA),
+        "data": data,
+        "data_options": data_options,
         "topology": _topology(full["topology"], convert(full.get("seed", 0), int, "seed")),
     }
     hints = get_type_hints(Recipe, include_extras=True)
@@ -281,20 +303,63 @@ def make_recipe(raw: Mapping[str, Any]) -> Recipe:
     return Recipe(**values, raw=copy.deepcopy(dict(raw)))
 
 
+def places_of(option: str) -> list[str]:
+    """Return the keys of a recipe that an option may mean: `lr` is `optimizer.lr`; none if it is not known."""
+    if option in KEYS:
+        return [option]
+    owners: dict[str, list[Any]] = {part: [*catalogue.values()] for part, catalogue in CATALOGUES.items()}
+    owners["data"] = [DataOptions]
+    owners |= {"checkpoint": [CheckpointOptions], "rollback": [RollbackOptions]}
+    return [
+        f"{part}.{option}" for part, entries in owners.items() if any(option in parameters_of(e) for e in entries)
+    ]
+
+
+def _data(value: Any) -> tuple[DataOptions, dict[str, Any]]:
+    """Build the options that all datasets have, and check those of this one against its function."""
+    name, options = split(value, "data")
+    reader, common = DATASETS[name], parameters_of(DataOptions)
+    if not takes_any_name(reader):
+        check_names(options, {*common, *parameters_of(reader)}, "data")
+    own = {key: item for key, item in options.items() if key not in common}
+    rest = {key: item for key, item in options.items() if key in common}
+    return build(DataOptions, {"name": name, **rest}, "data"), checked(reader, own, "data", supplied=["root"])
+
+
+def import_code(raw: Mapping[str, Any]) -> None:
+    """Import the code that a recipe names as `package.module:attribute`, so that `make_recipe` accepts the names.
+
+    Call it only with names that the user has typed or approved.
+
+    Raises:
+        UserError: If the import fails.
+    """
+    for part, name in code_in(raw).items():
+        CATALOGUES[part].import_code(name)
+
+
+def code_in(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of the form `package.module:attribute` in a recipe, by part."""
+    values = {part: raw.get(part) for part in CATALOGUES}
+    named = {part: value.get("name") if isinstance(value, Mapping) else value for part, value in values.items()}
+    names = {part: without_suffix(str(name))[0] for part, name in named.items()}
+    return {part: name for part, name in names.items() if names_code(name)}
+
+
 def _topology(value: Any, seed: int) -> Algorithm:
     """Build an algorithm by name; the suffixes `-itop` and `-fast` change its defaults."""
     name, options = split(value, "topology")
-    base, suffix = _without_suffix(name)
+    base, suffix = without_suffix(name)
     cls = ALGORITHMS[base]
     options = {"seed": seed, **options}
     if not suffix:
         return build(cls, options, "topology")
     if not issubclass(cls, Dynamic):
-        raise UserError(f'topology: "{base}" never changes, so there is no "{name}"')
+        raise UserError(f'topology: "{base}" has no schedule of updates, so there is no "{name}"')
     return call(cls.itop if suffix == "itop" else cls.fast, checked(cls, options, "topology"), "topology")
 
 
-def _without_suffix(name: str) -> tuple[str, str]:
+def without_suffix(name: str) -> tuple[str, str]:
     """Split the name of a topology, such as `rigl-itop`, into algorithm and suffix."""
     base, _, suffix = name.rpartition("-")
     return (base, suffix) if suffix in ("itop", "fast") else (name, "")
@@ -427,6 +492,6 @@ def _renamed(part: str, old: Any, name: str) -> Any:
         return name
     known = set(old)
     if part in CATALOGUES:
-        base = _without_suffix(name)[0] if part == "topology" else name
-        known = set(parameters_of(CATALOGUES[part][base]))
+        base = without_suffix(name)[0] if part == "topology" else name
+        known = {*parameters_of(CATALOGUES[part][base]), *(parameters_of(DataOptions) if part == "data" else ())}
     return {**{key: item for key, item in old.items() if key in known}, "name": name}

@@ -28,6 +28,10 @@ class FolderTaken(UserError):
     """The folder of a new run exists."""
 
 
+class RunBusy(UserError):
+    """Another process trains the run."""
+
+
 class RunFolder:
     """The files recipe.yaml, metrics.jsonl (one line per epoch), checkpoints/ and result.json.
 
@@ -72,7 +76,8 @@ class RunFolder:
         """Lock the run until `release` or the end of this process, so that no other process trains it as well.
 
         Raises:
-            UserError: If another process trains the run, or if a file of the run is a symbolic link.
+            RunBusy: If another process trains the run.
+            UserError: If a file of the run is a symbolic link.
         """
         if self._claim is not None:
             return
@@ -85,7 +90,7 @@ class RunFolder:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 file.close()
-                raise UserError(f"{self.path} is being trained by another process") from None
+                raise RunBusy(f"{self.path} is being trained by another process") from None
             except OSError:
                 pass  # a file system without locks
             self._claim = file
@@ -101,6 +106,11 @@ class RunFolder:
     def recipe(self) -> dict[str, Any]:
         """Read recipe.yaml."""
         return read_recipe(str(self.path / "recipe.yaml"))
+
+    def extend(self, raw: Mapping[str, Any]) -> None:
+        """Replace recipe.yaml, and remove the result of the training so far."""
+        write_whole(self.path / "recipe.yaml", dump_recipe(raw).encode())
+        (self.path / "result.json").unlink(missing_ok=True)
 
     @property
     def metrics_file(self) -> Path:
@@ -160,6 +170,16 @@ def read_epochs(file: Path) -> list[dict[str, Any]]:
         if isinstance(line, dict) and isinstance(line.get("epoch"), int):
             lines.append(line)
     return lines
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the runs in a folder and its subfolders, sorted by name."""
+    found = []
+    for path, folders, files in os.walk(folder):
+        if "recipe.yaml" in files:
+            found.append(Path(path))
+            folders.clear()
+    return sorted(found)
 
 
 def in_use(path: Path) -> bool:

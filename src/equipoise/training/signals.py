@@ -48,7 +48,9 @@ def stoppable(command: str) -> Iterator[None]:
         yield
         return
     global _caught
-    before = {number: signal.signal(number, _handler()) for number in NUMBERS}
+    # torchrun passes on a SIGTERM that its processes may have received already
+    handler = _handler(patient="TORCHELASTIC_RUN_ID" in os.environ)
+    before = {number: signal.signal(number, handler) for number in NUMBERS}
     try:
         yield
     except Stopped:
@@ -62,13 +64,19 @@ def stoppable(command: str) -> Iterator[None]:
 def stop_with_parent() -> None:
     """In a worker process, stop at SIGTERM, which the parent passes on, and ignore SIGINT.
 
-    Ctrl-C reaches all processes of a terminal. The worker would count it and the parent's SIGTERM as two signals.
+    Ctrl-C reaches all processes of a terminal, and a SIGTERM may reach all processes of a group. The worker would count
+    it and the parent's SIGTERM as two signals.
     """
-    signal.signal(signal.SIGTERM, _handler())
+    signal.signal(signal.SIGTERM, _handler(patient=True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _handler() -> signal._HANDLER:
+def _handler(patient: bool) -> signal._HANDLER:
+    """Return a handler of signals.
+
+    Args:
+        patient: Whether SIGTERM never exits immediately, because a parent process may repeat it.
+    """
     owner = os.getpid()
 
     def notice(number: int, _: FrameType | None) -> None:
@@ -77,7 +85,7 @@ def _handler() -> signal._HANDLER:
             if number == signal.SIGTERM:
                 os._exit(128 + number)
             return
-        if _caught is not None:
+        if _caught is not None and not (patient and number == signal.SIGTERM):
             os._exit(128 + number)
         _caught = signal.Signals(number)
 

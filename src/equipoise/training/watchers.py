@@ -1,15 +1,15 @@
-"""Observers of a training run: a terminal, TensorBoard."""
+"""Observers of a training run: their base, a terminal, lines of progress."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from equipoise.errors import UserError
+from equipoise.display.tables import duration
 
 if TYPE_CHECKING:
     from equipoise.training.trainer import Trainer
@@ -31,8 +31,46 @@ class Watcher:
         """Training has ended, also by an error."""
 
 
+class ProgressLines(Watcher):
+    """Prints a line every 30 seconds of training.
+
+    Args:
+        say: Prints a line.
+        title: The beginning of every line.
+        clock: Returns the time in seconds.
+    """
+
+    EVERY = 30.0  # seconds
+
+    def __init__(
+        self, say: Callable[[str], None], title: str = "", clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.say = say
+        self.title = title
+        self.clock = clock
+        self._begun = self._told = (0.0, 0, 0)  # time, step and images
+
+    def begin(self, trainer: Trainer) -> None:
+        self._begun = self._told = (self.clock(), trainer.step, trainer.images)
+
+    def step(self, trainer: Trainer) -> None:
+        now, (begun, first, _), (told, _, images) = self.clock(), self._begun, self._told
+        if now - told < self.EVERY or trainer.step == first:
+            return
+        left = (trainer.total_steps - trainer.step) * (now - begun) / (trainer.step - first)
+        self.say(
+            f"{self.title} epoch {trainer.epoch + 1}/{trainer.recipe.epochs}, batch {trainer.batch}/"
+            f"{len(trainer.parts.train)}  loss {trainer.meter.loss:.4f}  "
+            f"{(trainer.images - images) / (now - told):.0f} images/s  about {duration(left)} left"
+        )
+        self._told = (now, trainer.step, trainer.images)
+
+    def epoch(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        self._told = (self.clock(), trainer.step, trainer.images)  # the line of the epoch is news enough
+
+
 class Terminal(Watcher):
-    """Prints a line per epoch and, on a terminal, a progress bar.
+    """Prints a line per epoch and, on a terminal, a progress bar; elsewhere also a line every 30 seconds.
 
     Args:
         console: Where to print.
@@ -46,8 +84,10 @@ class Terminal(Watcher):
         self._task = TaskID(0)
         self._since, self._images = 0.0, 0  # at the start of this epoch
         self._exploration = (-1, 0.0)  # number of the topology update, exploration after it
+        self._lines = ProgressLines(self._print, title)
 
     def begin(self, trainer: Trainer) -> None:
+        self._lines.begin(trainer)
         if self.console.is_terminal:
             columns = (TextColumn("{task.description}", markup=False), BarColumn(20), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self.console, transient=True)
@@ -57,8 +97,13 @@ class Terminal(Watcher):
             self._since, self._images = time.perf_counter(), trainer.images
 
     def step(self, trainer: Trainer) -> None:
-        if self._progress is not None and trainer.batch % 10 == 0:
+        if self._progress is None:
+            self._lines.step(trainer)
+        elif trainer.batch % 10 == 0:
             self._progress.update(self._task, completed=trainer.step, description=self._now(trainer))
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _now(self, trainer: Trainer) -> str:
         """Describe the state briefly, so that the bar and the time left fit into 80 columns with it."""
@@ -73,47 +118,17 @@ class Terminal(Watcher):
 
     def epoch(self, trainer: Trainer, line: dict[str, Any]) -> None:
         scores = "  ".join(f"{name} {s['accuracy']:.2%}" for name, s in line["scores"].items())
-        self.console.print(
+        self._print(
             f"{self.title} epoch {line['epoch']}/{trainer.recipe.epochs}  loss {line['train_loss']:.4f}  "
             f"{line['split']}: {scores}  density {line['density']:.2%}  explored {line['exploration']:.1%}  "
-            f"{line['images_per_second']:.0f} images/s",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+            f"{line['images_per_second']:.0f} images/s"
         )
+        self._lines.epoch(trainer, line)
         self._since, self._images = time.perf_counter(), trainer.images
 
     def end(self) -> None:
         if self._progress is not None:
             self._progress.stop()
-
-
-class TensorBoard(Watcher):
-    """Writes all metrics as TensorBoard scalars (extra `tensorboard`).
-
-    Args:
-        folder: The folder of the event files.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError("TensorBoard is not installed; pip install 'equipoise[tensorboard]'") from None
-        self._make = SummaryWriter
-        self._folder = folder
-        self._writer: Any = None
-
-    def begin(self, trainer: Trainer) -> None:
-        """Open the event file and drop the events of epochs that a resumed run repeats."""
-        self._writer = self._make(str(self._folder), purge_step=trainer.epoch + 1)
-
-    def epoch(self, trainer: Trainer, line: dict[str, Any]) -> None:
-        for name, value in flatten(line).items():
-            self._writer.add_scalar(name, value, line["epoch"])
-
-    def end(self) -> None:
-        self._writer.close()
 
 
 class Watchers(Watcher):
@@ -137,14 +152,3 @@ class Watchers(Watcher):
     def end(self) -> None:
         for watcher in self._watchers:
             watcher.end()
-
-
-def flatten(line: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Flatten nested metrics to names such as `scores/plain/accuracy`; values that are not numbers are left out."""
-    flat: dict[str, float] = {}
-    for key, value in line.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            flat[f"{prefix}{key}"] = float(value)
-    return flat

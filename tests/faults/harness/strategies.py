@@ -8,7 +8,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from equipoise.config import parameters_of
-from equipoise.data import DATASETS
 from equipoise.training.recipe import CATALOGUES, DEFAULT_NAMES, KEYS, DataOptions
 
 numbers = st.one_of(
@@ -34,7 +33,7 @@ OPTIONS: dict[str, list[str]] = {
     "data": sorted(parameters_of(DataOptions)),
     "checkpoint": ["every", "steps", "keep"],
 }
-NAMES: dict[str, list[str]] = {**{part: list(c) for part, c in CATALOGUES.items()}, "data": list(DATASETS)}
+NAMES: dict[str, list[str]] = {part: list(c) for part, c in CATALOGUES.items()}
 PLAIN = [key for key in KEYS if key not in DEFAULT_NAMES]
 DANGEROUS = {"hidden", "width"}  # a large value makes a network that fills the memory
 

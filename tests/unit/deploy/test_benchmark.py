@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import equipoise
 from deploy_helpers import forge, random_network
 from equipoise import cli
 from equipoise.deploy import onnx_model, write_packed
-from equipoise.deploy.benchmark import bench, interleaved, using_threads
+from equipoise.deploy.benchmark import bench, custom_subject, interleaved, packed_subject, using_threads
 from equipoise.deploy.benchmark_table import report_lines, size
+from equipoise.models import MODELS
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sizes_are_counted_right(file: Path) -> None:
-    report = bench(file, repeats=1, threads=1)
+    report = bench(packed_subject(file), repeats=1, threads=1)
     network, judge = random_network("small")
     weights = [tensor for tensor in network.state.values() if tensor.dim() > 1]
     biases = 32 + 64 + 128 + 10  # of the folded norms and the last layer
@@ -42,9 +45,9 @@ def test_sizes_are_counted_right(file: Path) -> None:
 def test_onnxruntime_takes_part_if_it_is_installed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
-    assert "onnxruntime" in bench(file, repeats=1).seconds
+    assert "onnxruntime" in bench(packed_subject(file), repeats=1).seconds
     monkeypatch.setattr(onnx_model, "NEEDED", ("onnx_of_nowhere",))
-    report = bench(file, repeats=1)
+    report = bench(packed_subject(file), repeats=1)
     assert "onnxruntime" not in report.seconds
     assert "without onnxruntime: onnx_of_nowhere not installed" in str(list(report_lines(report))[-1])
 
@@ -81,6 +84,58 @@ def test_the_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^layers +\d of 4 run sparse", out, re.M)
     for rival in ("equipoise", "PyTorch", "PyTorch channels_last"):
         assert re.search(rf"^{rival} +[\d.]+ ms +[\d.]+ × +\d+ images/s +[\d.]+ ×$", out, re.M)
+
+
+class Custom(nn.Sequential):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(12, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def test_a_custom_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is named on the command line, as in recipes."""
+    model = Custom(32)
+    with torch.no_grad():
+        model[1].weight[5:] = 0
+    equipoise.save(model, tmp_path / "net.safetensors")
+    report = bench(custom_subject(tmp_path / "net.safetensors", Custom(32), (3, 2, 2)), repeats=1, threads=1)
+    assert (report.parameters, report.layers) == (12 * 32 + 32 + 32 * 3 + 3, 2)
+    assert report.stored == 12 * 5 + 32 + 32 * 3 + 3
+    monkeypatch.setitem(MODELS, f"{__name__}:Custom", Custom)
+    words = [f"model={__name__}:Custom", "model.width=32", "--shape", "3x2x2", "--repeats", "1"]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", str(tmp_path / "net.safetensors"), *words])
+    assert stopped.value.code == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert re.search(r"^parameters +191 of 515 stored", out, re.M)
+    assert re.search(r"^PyTorch +[\d.]+ ms", out, re.M)
+
+
+CUSTOM = f"model={__name__}:Custom"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "equipoise bench net.safetensors model=package.nets:Net --shape 3x32x32"),
+        ([CUSTOM], "a custom model needs both, such as `model=package.nets:Net --shape 3x32x32`"),
+        ([CUSTOM, "--shape", "3x2"], "the model does not take an input of (3, 2)"),
+        ([CUSTOM, "--shape", "3,2,2"], "--shape 3,2,2: expected the shape of one input, such as 3x32x32"),
+        ([CUSTOM, "--shape", "12", "model.widht=3"], 'model: no option is called "widht"; did you mean "width"?'),
+        ([CUSTOM, "--shape", "12", "model.width=3"], "does not fit this model"),
+    ],
+)
+def test_a_custom_model_that_does_not_fit(
+    tmp_path: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    equipoise.save(Custom(), tmp_path / "net.safetensors")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", str(tmp_path / "net.safetensors"), *words])
+    MODELS.pop(f"{__name__}:Custom", None)
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert told in err
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,9 @@ def test_onnx_runs_in_onnxruntime(run: Path, x: Tensor, command: Command) -> Non
     assert (status, err) == (0, "")
     onnx.checker.check_model("out.onnx", full_check=True)
     assert "BatchNormalization" not in {node.op_type for node in onnx.load("out.onnx").graph.node}
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load("out.onnx").graph.initializer}
+    zeros = sum(int((array == 0).sum()) for array in stored.values() if array.ndim > 1)
+    assert zeros > 0.79 * sum(array.size for array in stored.values() if array.ndim > 1)  # of a run at 80 %
     session = runtime.InferenceSession("out.onnx", providers=["CPUExecutionProvider"])
     right = outputs(run, x)["ema"]
     for count in (9, 1):
@@ -144,6 +149,50 @@ def test_rounded_values_are_smaller(run: Path, command: Command, tmp_path: Path)
         assert command("export", run, values, "--values", values)[0] == 0
         sizes.append((tmp_path / values).stat().st_size)
     assert sizes[0] > 1.3 * sizes[1] > 1.5 * sizes[2]
+
+
+def test_the_suffix_tells_the_format(run: Path, command: Command, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    onnx = pytest.importorskip("onnx")
+    assert command("export", run, "out.onnx")[0] == 0
+    onnx.checker.check_model(onnx.load(tmp_path / "out.onnx"))
+    assert command("export", run, "out.safetensors")[0] == 0
+    equipoise.load(tmp_path / "out.safetensors")
+    refused = {
+        ("a.onnx", "--format", "packed"): "a.onnx is the name of a file in the format onnx, not packed",
+        ("a.safetensors", "--format", "onnx"): "a.safetensors is the name of a file in the format packed, not onnx",
+        ("a.pt",): "the suffix of a.pt tells no format; use .safetensors or .onnx or .c, or name one with --format",
+    }
+    for words, told in refused.items():
+        status, _, err = command("export", run, *words)
+        assert (status, err.count("\n")) == (2, 1)
+        assert told in err
+    assert not (tmp_path / "a.onnx").exists()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_files_have_the_permissions_of_any_file(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        network, model = random_network("mlp")
+        for form in ("packed", "state_dict"):
+            export(network, tmp_path / form, form)
+        equipoise.save(model, tmp_path / "saved")
+        (tmp_path / "any").touch()
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "any").stat().st_mode}
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_network_refuses_integers(tmp_path: Path, dense: bool) -> None:
+    network, _ = random_network("small")
+    export(network, tmp_path / "out")
+    loaded = equipoise.load(tmp_path / "out", dense=dense)
+    for model in (loaded, copy.deepcopy(loaded)):
+        with pytest.raises(UserError, match=r"takes pixels in \[0, 1\] as float32, not uint8; give it images / 255"):
+            model(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+        assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
 # Requests that are refused

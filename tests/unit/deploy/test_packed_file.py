@@ -236,7 +236,7 @@ HUGE = {"classes": 10**9}
         ({"options": HUGE}, "more than the"),
         ({"options": {"classes": 10**18}}, "model"),
         ({"options": {"classes": -1}}, "classes=-1"),
-        ({"options": {"classes": 11}}, "small has (11"),
+        ({"options": {"classes": 11}}, "its bitmap must have 704 bytes for 5632 blocks"),
         ({"options": {"depth": 3}}, 'no option is called "depth"'),
         ({"options": {"size": 10**6}}, "more than the"),
         ({"options": None}, "options"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from data_helpers import write_image_folder
 from equipoise.errors import UserError
 from equipoise.training import make_recipe
 from equipoise.training.parts import find_device, make_parts
@@ -45,6 +47,15 @@ def test_seeds_decide_weights_masks_and_batches() -> None:
     batches = [next(iter(made.train.epoch(0)))[0] for made in (first, again, other)]
     assert torch.equal(batches[0], batches[1])
     assert not torch.equal(batches[0], batches[2])
+
+
+def test_images_of_another_size_than_the_models_are_told(tmp_path: Path) -> None:
+    write_image_folder(tmp_path)
+    for model, side in (("vgg_c", 32), ({"name": "mlp", "size": 12}, 12)):
+        with pytest.raises(
+            UserError, match=f"takes images of 3x{side}x{side}, not of 3x224x224; set data.size={side}$"
+        ):
+            trainer(model=model, data={"name": "folder", "root": str(tmp_path), "workers": 0, "batch": 5})
 
 
 @pytest.mark.parametrize(

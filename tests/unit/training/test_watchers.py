@@ -1,12 +1,9 @@
-"""Watchers: the order of events, the terminal, TensorBoard."""
+"""Watchers: the order of events, the terminal, lines of progress."""
 
 from __future__ import annotations
 
 import io
 import re
-import sys
-import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ from rich.console import Console
 
 from equipoise.errors import UserError
 from equipoise.training import Trainer
-from equipoise.training.watchers import TensorBoard, Terminal, Watcher, Watchers, flatten
+from equipoise.training.watchers import ProgressLines, Terminal, Watcher, Watchers
 from train_helpers import BATCHES, trainer
 
 
@@ -73,6 +70,29 @@ def test_without_a_terminal_there_is_a_line_per_epoch() -> None:
         assert word in lines[1]
 
 
+def test_without_a_terminal_a_line_every_30_seconds_tells_progress() -> None:
+    """A step takes 8 seconds of a clock of ours, an evaluation none: a line at 32 s, and 32 s after each line."""
+    lines: list[str] = []
+    made = trainer(epochs=3)
+    made.watcher = ProgressLines(lines.append, "run", clock=lambda: 8.0 * made.step)
+    made.run()
+    seen = [
+        re.match(r"run epoch (\d)/3, batch (\d)/6  loss \d+\.\d{4}  30 images/s  about (.*) left$", x) for x in lines
+    ]
+    assert [match and match.groups() for match in seen] == [
+        ("1", "4", "2 min"),  # 14 steps of 8 s
+        ("2", "4", "64 s"),
+        ("3", "4", "16 s"),
+    ]
+    assert len(lines) == 3
+
+
+def test_a_terminal_has_these_lines_if_it_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProgressLines, "EVERY", 0.0)
+    assert len([line for line in seen(80, terminal=False) if ", batch " in line]) == 2 * BATCHES
+    assert not [line for line in seen(80, terminal=True) if ", batch " in line]
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_bar_tells_everything_and_fits(width: int) -> None:
     frames = [line for line in seen(width, terminal=True, data={"name": "digits", "batch": 64}) if "━" in line]
@@ -82,45 +102,3 @@ def test_the_bar_tells_everything_and_fits(width: int) -> None:
     assert whole
     assert all(len(frame) <= width for frame in frames)
     assert all(re.search(r"(\d+:\d\d:\d\d|-:--:--)$", frame.rstrip()) for frame in whole)  # time left
-
-
-def test_tensorboard_gets_every_number_and_drops_repeated_epochs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[tuple[str, float, int]] = []
-    made_with: list[Any] = []
-
-    class SummaryWriter:
-        def __init__(self, folder: str, purge_step: int) -> None:
-            made_with.extend([folder, purge_step])
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            written.append((name, value, step))
-
-        def close(self) -> None:
-            made_with.append("closed")
-
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    made = trainer(correction="agent")
-    made.watcher = TensorBoard(tmp_path / "events")
-    assert not made_with  # nothing is written before the run begins
-    made.run()
-    assert made_with == [str(tmp_path / "events"), 1, "closed"]
-    last = {name: value for name, value, step in written if step == 2}
-    assert last["scores/ema/accuracy"] == made.history[1]["scores"]["ema"]["accuracy"]
-    assert last["correction/c"] == made.history[1]["correction"]["c"]
-    assert last["exploration"] == made.history[1]["exploration"]
-
-
-def test_without_tensorboard_one_line_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"pip install 'equipoise\[tensorboard\]'"):
-        TensorBoard(tmp_path / "events")
-    assert not (tmp_path / "events").exists()
-
-
-def test_flattening_keeps_numbers_only() -> None:
-    line = {"epoch": 1, "split": "test", "flag": True, "none": None, "scores": {"plain": {"loss": 0.5}}}
-    assert flatten(line) == {"epoch": 1.0, "scores/plain/loss": 0.5}
