@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.errors import UserError
 from equipoise.kernels import library, operators
-from equipoise.kernels.arena import NO_BORDER, Border
 from equipoise.kernels.blocked import Blocked, from_blocked, to_blocked
-from equipoise.kernels.taps import ConvShape, Pattern, check_index
+from equipoise.kernels.geometry import NO_BORDER, Border, ConvShape
+from equipoise.kernels.taps import Pattern, check_index
 from equipoise.storage.sparse_weight import is_cleared
 
 # Costs that decide when torch's dense convolution is faster, in units of one weight of the dense convolution: an active

@@ -4,6 +4,12 @@
 #if defined(_OPENMP)
 #include <omp.h>
 #include <pthread.h>
+/* Weak: without an OpenMP runtime in the process they are NULL, and everything runs in the calling thread. */
+#pragma weak omp_get_thread_num
+#pragma weak omp_get_num_threads
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma weak GOMP_parallel
+#endif
 #endif
 
 /* A forked child inherits torch's OpenMP pool without its threads and must not wait for them. */
@@ -22,11 +28,13 @@ void eq_run(job work, const void *arguments, int threads) {
         return;
     }
 #if defined(_OPENMP)
+    if (omp_get_num_threads) {
 #pragma omp parallel num_threads(threads)
-    work(arguments, omp_get_thread_num(), omp_get_num_threads());
-#else
-    work(arguments, 0, 1);
+        work(arguments, omp_get_thread_num(), omp_get_num_threads());
+        return;
+    }
 #endif
+    work(arguments, 0, 1);
 }
 
 void *eq_scratch(size_t bytes) {
