@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
+from equipoise.runtime.gaps import encode_gaps, indices
 
 PARTS = {"values", "gaps", "scale"}
 VALUES: Catalogue[torch.dtype] = Catalogue(
     "type of values", {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 )
-GAP_TYPES = (np.uint8, np.uint16)
 LARGEST_INT8 = 127
 
 
@@ -68,7 +65,9 @@ def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
     count = math.prod(shape)
     flat = values.float()
     if gaps is not None:
-        index = torch.from_numpy(_indices(gaps, values.numel(), count))
+        if gaps.dim() != 1 or gaps.dtype not in (torch.uint8, torch.uint16):
+            raise UserError("its gaps must be a vector of uint8 or uint16")
+        index = torch.from_numpy(indices(gaps.numpy(), values.numel(), count))
         flat = torch.zeros(count).index_put_((index,), flat)
     if flat.numel() != count:
         raise UserError(f"it has {flat.numel()} values for {count} weights")
@@ -108,44 +107,3 @@ def decode_all(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
         except UserError as error:
             raise UserError(f'"{name}": {error}') from None
     return found
-
-
-def _indices(gaps: Tensor, values: int, count: int) -> NDArray[np.int64]:
-    if gaps.dim() != 1 or gaps.dtype not in (torch.uint8, torch.uint16):
-        raise UserError("its gaps must be a vector of uint8 or uint16")
-    index = decode_gaps(gaps.numpy())
-    if len(index) != values:
-        raise UserError(f"it has {len(index)} indices for {values} values")
-    if len(index) and index[-1] >= count:  # ascending, so the last is the largest
-        raise UserError(f"it has a value at index {index[-1]} of {count}")
-    return index
-
-
-def encode_gaps(index: NDArray[np.int64]) -> NDArray[Any]:
-    """Code ascending indices as the number of zeros before each, in uint8 or uint16, whichever takes fewer bytes.
-
-    The largest number of the type stands for that number of zeros with no value after them. Longer gaps repeat it.
-    """
-    gaps = np.diff(index, prepend=-1) - 1
-    return min((_escape(gaps, kind) for kind in GAP_TYPES), key=lambda codes: codes.nbytes)
-
-
-def _escape(gaps: NDArray[np.int64], kind: type[np.uint8] | type[np.uint16]) -> NDArray[Any]:
-    escapes, rest = np.divmod(gaps, np.iinfo(kind).max)
-    ends = np.cumsum(escapes + 1)
-    codes = np.full(ends[-1] if len(ends) else 0, np.iinfo(kind).max, kind)
-    codes[ends - 1] = rest
-    return codes
-
-
-def decode_gaps(codes: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the indices that `encode_gaps` coded; any codes give ascending indices.
-
-    Raises:
-        UserError: If the codes end without a value.
-    """
-    ends = codes != np.iinfo(codes.dtype).max
-    if len(codes) and not ends[-1]:
-        raise UserError("its gaps end without a value")
-    zeros = np.cumsum(codes, dtype=np.int64)[ends]
-    return zeros + np.arange(len(zeros))

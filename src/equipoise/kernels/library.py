@@ -153,3 +153,9 @@ def threads() -> int:
     import torch
 
     return torch.get_num_threads()
+
+
+def openmp_threads() -> int:
+    """Return the number of threads that OpenMP would use, `OMP_NUM_THREADS` included; 1 without an OpenMP runtime."""
+    name = build.openmp_runtime()
+    return 1 if name is None else int(ctypes.CDLL(name).omp_get_max_threads())

@@ -18,6 +18,11 @@ from equipoise.kernels.library import LANES, Map, Step
 from equipoise.kernels.planes import COLUMNS, Planes, address, vector
 
 CONV, PLANE, POOL, COPY = range(4)  # the kinds of program.c
+FEW = 8  # fewer images run faster plane by plane than side by side
+# Limits of the images that run through the whole network together. Many images share large steps and wake threads
+# seldom, but every step has a separate buffer: no more than those of 128 small images.
+POSITIONS = 128 * 32 * 32
+MOST_BLOCKS = 8
 TAP = np.dtype([("weight", np.float32), ("offset", np.int32)])
 
 
@@ -363,3 +368,14 @@ def sorted_taps(
     start = np.zeros(blocks * rows + 1, np.int32)
     np.cumsum(np.bincount(bucket, minlength=blocks * rows), out=start[1:])
     return taps, start
+
+
+def most_blocks(shape: tuple[int, ...]) -> int:
+    """Return the blocks of images of a shape that run together; a power of two."""
+    room = POSITIONS // (LANES * max(1, math.prod(shape[1:])))
+    return 1 << (min(max(room, 1), MOST_BLOCKS).bit_length() - 1)
+
+
+def round_up(count: int) -> int:
+    """Round up to a power of two, so that batches of all sizes share few programs."""
+    return 1 << max(count - 1, 0).bit_length()
