@@ -12,7 +12,7 @@ IMAGE = -1  # as an input of a call
 PREFIX = "program/"  # of the names of tensors that belong to the program, not to the model
 # Limits of what a file may ask for; their products fit the integers of the kernels
 LARGEST_VALUE = 2**26  # numbers in the result of a call
-LARGEST_WINDOW = 2**12
+LARGEST_WINDOW = 2**10
 LARGEST_STRIDE = 64
 
 

@@ -77,6 +77,8 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     end = 0
     for name, entry in sorted(table.items(), key=lambda item: _offsets(path, item[1])):
         first, end = _next(path, entry, end)
+        if begin + end > len(data):
+            _damaged(path, "it is too short")
         kind = TYPES[entry["dtype"]][1]
         array = np.frombuffer(data[begin + first : begin + end], kind)
         stored[name] = Stored(entry["dtype"], array.reshape(entry["shape"]))
