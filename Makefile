@@ -40,7 +40,7 @@ test-all: .venv/installed lint types
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
-# An hour: kills, damaged files, wrong input, and kernels under sanitizers at length. Writes docs/reliability.md.
+# An hour on two cores: kills, wrong input, concurrent runs and sanitizers at length. Writes docs/reliability.md.
 test-faults: .venv/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/helpers:tests/faults $(BIN)/python -m harness --page docs/reliability.md
 

@@ -4,7 +4,7 @@ from equipoise import models, sparse
 from equipoise.correction import MVR, SAGA, SGD, SVRG, Agent, AgentMVR, AlphaSVRG, Correction, FixedC
 from equipoise.deploy import load, save
 from equipoise.errors import UserError
-from equipoise.topology import GMP, MEST, SET, SNFS, BSRNet, Dense, GraNet, RigL, Static, Topology, fast
+from equipoise.topology import GMP, MEST, SET, SNFS, SRSTE, BSRNet, Dense, GraNet, RigL, SRigL, Static, Topology, fast
 from equipoise.topology.ema import EMA
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "SET",
     "SGD",
     "SNFS",
+    "SRSTE",
     "SVRG",
     "Agent",
     "AgentMVR",
@@ -26,6 +27,7 @@ __all__ = [
     "FixedC",
     "GraNet",
     "RigL",
+    "SRigL",
     "Static",
     "Topology",
     "UserError",

@@ -7,30 +7,56 @@ import signal
 import struct
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
-import yaml
 
 from equipoise import cli
-from harness.campaign import GENERATED, Found, generated, shares, until_a_signal, write_page
+from harness.campaign import Found, run_campaign, shards, shares, until_a_signal, write_page
 from harness.commands import GUARD, run_command, without_training
-from harness.damage import Kind, Tally, try_files
+from harness.concurrency import KINDS, ORDER, run_together
+from harness.damage import Kind, try_files
 from harness.file_kinds import FILES, payloads
-from harness.kills import kill_runs, pipelines
+from harness.generation import GENERATED, generated
+from harness.kills import Pipeline, Subject, kill, pipelines
 from harness.page import page
-from train_helpers import tiny
+from harness.subjects import Framework, Study, subjects
+from harness.tally import Tally
 
-SAMPLE = 6  # runs that are killed
-EACH = 25  # inputs of each kind
+EACH = 15  # inputs of each kind
+
+SAMPLE: list[Subject] = [
+    Pipeline("rigl", "agent, replay", "masked"),
+    Pipeline("granet", "saga", "packed"),
+    Pipeline("set", "svrg, every 4", "masked", processes=2),
+    pytest.param(Pipeline("mest", "mvr", "packed", processes=3), marks=pytest.mark.slow),
+    pytest.param(Study(Pipeline("snfs", "alpha-svrg", "packed")), marks=pytest.mark.slow),
+    pytest.param(Framework("Lightning", "agent"), marks=pytest.mark.slow),
+    pytest.param(Framework("Hugging Face Trainer", "agent"), marks=pytest.mark.slow),
+]  # type: ignore[list-item]
 
 
-def test_a_sample_of_pipelines_survives_kills(tmp_path: Path) -> None:
-    *_, tally = kill_runs(tmp_path, SAMPLE, seed=0)
+@pytest.mark.parametrize("subject", SAMPLE, ids=str)
+def test_a_sample_of_runs_survives_kills(subject: Subject, tmp_path: Path) -> None:
+    tally = Tally()
+    kill(subject, "0", tmp_path / "run", tally)
     assert tally.failures == []
-    assert tally.runs == len(tally.pipelines) == SAMPLE
-    assert sum(tally.kills.values()) >= SAMPLE
+    assert tally.kills.total() > 0
+    assert tally.runs == {subject.kind: 1}
+
+
+def test_what_is_killed_is_as_much_as_it_is_meant_to_be() -> None:
+    found = subjects(seed=0)
+    names = {str(subject) for subject in found}
+    assert len(names) == len(found) >= 220
+    assert {each.processes for each in found if isinstance(each, Pipeline)} == {1, 2, 3}
+    assert {each.storage for each in found if isinstance(each, Pipeline)} == {"masked", "packed"}
+    assert any(isinstance(each, Study) for each in found)
+    assert {each.framework for each in found if isinstance(each, Framework)} == {"Lightning", "Hugging Face Trainer"}
 
 
 def test_the_harness_knows_every_pipeline() -> None:
@@ -60,11 +86,33 @@ def test_generated_inputs_end_well_or_in_one_line(name: str, tmp_path: Path) -> 
     assert tally.inputs[name] >= EACH
 
 
+@pytest.mark.parametrize("number", range(8))
+def test_threads_and_processes_at_the_same_time(number: int, tmp_path: Path) -> None:
+    """Eight of the first twenty runs of a campaign."""
+    tally = Tally()
+    run_together(number, 1, 0, tmp_path / "box", tally)
+    assert tally.failures == []
+    assert tally.concurrent.total() == 1
+
+
+@pytest.mark.slow
+def test_all_kinds_of_concurrent_runs(tmp_path: Path) -> None:
+    tally = Tally()
+    run_together(0, len(ORDER), 0, tmp_path / "box", tally)
+    assert tally.failures == []
+    assert tally.concurrent.keys() == KINDS.keys()
+
+
 def test_the_sample_and_a_whole_run_are_as_large_as_they_are_meant_to_be() -> None:
-    whole = shares(10_000)
-    assert len(whole) * EACH >= 300
-    assert sum(whole.values()) >= 10_000
-    assert min(whole.values()) >= 200
+    whole = shares(20_000)
+    assert len(whole) * EACH >= 280
+    assert sum(whole.values()) >= 20_000
+    assert min(whole.values()) >= 400
+    assert sum(whole[kind.name] for kind in FILES if kind.signed) >= 3_000
+    for name, count in whole.items():
+        tried = [shard for shard in shards(20_000) if shard.name == name]
+        assert sum(shard.count for shard in tried) == count
+        assert sorted({shard.first for shard in tried}) == list(range(0, count, 100))
     named = {"overrides", "command lines", "recipes", "checkpoints", "packed files", "results files", "image files"}
     assert named <= whole.keys()
 
@@ -93,7 +141,7 @@ def test_what_pillow_logs_of_a_damaged_picture_is_no_second_line(tmp_path: Path)
 # Nothing that is read can run code
 
 
-@pytest.mark.parametrize("kind", FILES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [kind for kind in FILES if not kind.trains], ids=lambda kind: kind.name)
 def test_no_file_can_run_code(kind: Kind, tmp_path: Path) -> None:
     """Every payload instead of every kind of file, read by every command that reads the file."""
     target, work = tmp_path / "executed", tmp_path / "work"
@@ -129,40 +177,41 @@ def test_no_override_can_run_code(word: str, tmp_path: Path) -> None:
 
 def test_the_page_says_what_was_done_and_what_failed() -> None:
     found = Found(seed=3, seconds=600.0, environment="here, today")
-    found.alone.runs, found.pairs.runs, found.alone.damages = 17, 5, 4
-    found.alone.kills.update({"step": 20, "any moment": 3})
-    found.pairs.kills.update({"step": 2})
-    found.inputs.inputs.update({"recipes": 1234})
-    found.sanitized.calls.update({"ThreadSanitizer: concurrent runs": 40})
+    found.tally.add(Tally(damages=4, kill_seconds=50.0, pipelines={"a", "b"}))
+    found.tally.add(Tally(pipelines={"b", "c"}))
+    found.tally.runs.update({"one process": 17, "Lightning": 5})
+    found.tally.kills.update({"step": 22, "any moment": 3})
+    found.tally.inputs.update({"recipes": 1234, "custom files, signed": 2000})
+    found.tally.concurrent.update({"threads": 9})
     assert "| failures | 0 |" in page(found)
-    found.inputs.failures.append("recipes 7 of seed 3: KeyError")
+    found.tally.failures.append("recipes 7 of seed 3: KeyError")
     text = page(found)
     for line in (
         "here, today, seed 3, 10 minutes.",
-        "| runs in one process that were killed and resumed | 17 |",
-        "| runs in two processes that were killed and resumed | 5 |",
         "| kills with SIGKILL | 25 |",
+        "| runs that were killed and resumed | 22 |",
+        "| different pipelines among them | 3 |",
+        "| `equipoise train` in one process | 17 |",
+        "| PyTorch Lightning, from its checkpoints | 5 |",
         "| within a training step | 22 |",
+        "| wrong inputs | 3,234 |",
+        "| files with valid checksums and wrong contents among them | 2,000 |",
+        "| concurrent runs of threads and processes | 9 |",
         "| recipes | 1,234 |",
-        "| calls of the kernels under sanitizers | 40 |",
-        "| ThreadSanitizer: concurrent runs | 40 |",
         "| failures | 1 |",
         "- recipes 7 of seed 3: KeyError",
         "## Bugs that the harness found",
     ):
         assert f"\n{line}\n" in text
+    assert "A kill took 2.0 seconds on average" in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_campaign_that_is_stopped_keeps_the_page_of_a_complete_one(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also inside a command, which would handle Ctrl-C itself and finish its step at SIGTERM."""
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny()))
-    monkeypatch.setattr("equipoise.training.trainer.Trainer.run", lambda self: os.kill(os.getpid(), number))
+def test_a_campaign_that_is_stopped_keeps_the_page_of_a_complete_one(number: signal.Signals, tmp_path: Path) -> None:
     found, whole = Found(seed=0), tmp_path / "page.md"
     with until_a_signal(found):
-        run_command(["train", "recipe.yaml", "--out", "run"], tmp_path)
+        os.kill(os.getpid(), number)
+        time.sleep(60)
     assert found.cut_short
     whole.write_text("of a complete campaign")
     part = write_page(found, whole, overwrite=False)
@@ -178,6 +227,31 @@ def test_the_page_of_a_complete_campaign_is_written(tmp_path: Path) -> None:
         pass
     assert write_page(found, tmp_path / "page.md", overwrite=False) == tmp_path / "page.md"
     assert "stopped early" not in (tmp_path / "page.md").read_text()
+
+
+# A campaign
+
+
+def test_a_campaign_reaches_its_counts_and_ends_with_its_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def work_here(do: object, next_unit: Callable[[], Any], *_: object) -> Iterator[Tally]:
+        while (unit := next_unit()) is not None:
+            made.append(unit.part)
+            yield {"kills": Tally(kills=Counter(step=4)), "inputs": Tally(inputs=Counter(recipes=100))}[unit.part]
+
+    monkeypatch.setattr("harness.campaign.work", work_here)
+    asked = {"kills": 10, "inputs": 400, "concurrent": 0, "calls": 0, "threads": 0}
+    found = Found(seed=0)
+    run_campaign(found, asked, 2, tmp_path)
+    assert sorted(made) == ["inputs"] * 4 + ["kills"] * 3
+    assert made[:3] == ["kills", "inputs", "inputs"]  # the part that is the furthest from its count
+    assert not found.cut_short
+    found = Found(seed=0)
+    run_campaign(found, asked, 2, tmp_path, minutes=1e-9)
+    assert found.cut_short
 
 
 # The harness itself can fail
@@ -197,7 +271,7 @@ def test_a_failure_names_its_input_and_what_was_printed(tmp_path: Path, monkeypa
 
 
 def test_a_bug_in_what_reads_generated_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.campaign.make_recipe", lambda _: dict[str, int]()["a key"])
+    monkeypatch.setattr("harness.generation.make_recipe", lambda _: dict[str, int]()["a key"])
     tally = Tally()
     generated("overrides", 20, 0, tmp_path / "box", tally)
     assert tally.failures == [tally.failures[0]]

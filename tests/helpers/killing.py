@@ -16,12 +16,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["equipoise.cli", "equipoise.training.trainer", "sklearn.datasets", "torch._dynamo"])
+PRELOADED = [
+    "equipoise.cli",
+    "equipoise.training.trainer",
+    "sklearn.datasets",
+    "torch._dynamo",
+    "typer._adapters",  # which typer imports when it reads its first option
+]
+SERVER.set_forkserver_preload(PRELOADED)
+PATIENCE = 120  # seconds that a process may take
 
 Trap = tuple[str, int]
 """A moment, and at which of its occurrences the process is killed, from 1."""
@@ -37,29 +46,42 @@ class Point:
     signal: int = signal.SIGKILL
 
 
-def launch(arguments: list[str], log: Path, trap: Trap | Point | float | None = None) -> int:
-    """Run the command line in a new process and return its exit status, which is -9 if it was killed.
+Work = list[str] | Callable[[], None]
+"""The words of a command line, or a function that can be pickled."""
+
+
+def start(work: Work, log: Path, trap: Trap | Point | None = None, folder: Path | None = None) -> BaseProcess:
+    """Start the command line or the function in a new process, in a folder."""
+    process = SERVER.Process(target=_run, args=(work, log, trap, folder))
+    process.start()
+    return process
+
+
+def launch(work: Work, log: Path, trap: Trap | Point | float | None = None) -> int:
+    """Run the command line or the function in a new process and return its exit status, which is -9 if it was killed.
 
     Args:
-        arguments: The words of the command line.
+        work: The words of the command line, or the function.
         log: The file for its output.
         trap: Where it is killed; a number means seconds after its start.
     """
-    process = SERVER.Process(target=_run, args=(arguments, log, None if isinstance(trap, float) else trap))
-    process.start()
+    process = start(work, log, None if isinstance(trap, float) else trap)
     if isinstance(trap, float):
         process.join(trap)
         process.kill()
-    process.join(120)
-    assert process.exitcode is not None, f"still running: {arguments}"
+    process.join(PATIENCE)
+    assert process.exitcode is not None, f"still running: {work}"
     return process.exitcode
 
 
-def launch_two(arguments: list[str], log: Path, trap: Trap | Point | float | None = None, rank: int = 0) -> int:
-    """Run the command line in two processes that train together. If one fails, the other is killed, as by torchrun.
+def launch_group(
+    words: list[str], count: int, log: Path, trap: Trap | Point | float | None = None, rank: int = 0
+) -> int:
+    """Run the command line in processes that train together. If one fails, the others are killed, as by torchrun.
 
     Args:
-        arguments: The words of the command line.
+        words: The words of the command line.
+        count: Number of processes.
         log: The file for their output.
         trap: Where one of them is killed.
         rank: Which of them.
@@ -67,12 +89,12 @@ def launch_two(arguments: list[str], log: Path, trap: Trap | Point | float | Non
     port = _free_port()
     own = None if isinstance(trap, float) else trap
     processes = [
-        SERVER.Process(target=_run, args=(arguments, log, own if each == rank else None, (each, port)))
-        for each in (0, 1)
+        SERVER.Process(target=_run, args=(words, log, own if each == rank else None, None, (each, count, port)))
+        for each in range(count)
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + (trap if isinstance(trap, float) else 120)
+    deadline = time.monotonic() + (trap if isinstance(trap, float) else PATIENCE)
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         wait([process.sentinel for process in processes if process.is_alive()], deadline - time.monotonic())
         if any(process.exitcode for process in processes):
@@ -81,7 +103,7 @@ def launch_two(arguments: list[str], log: Path, trap: Trap | Point | float | Non
     for process in processes:
         process.kill()
         process.join()
-    assert found or isinstance(trap, float) or not any(p.exitcode for p in processes), f"still running: {arguments}"
+    assert found or isinstance(trap, float) or not any(p.exitcode for p in processes), f"still running: {words}"
     codes = found or {process.exitcode for process in processes}
     return -signal.SIGKILL if -signal.SIGKILL in codes else max(code or 0 for code in codes)
 
@@ -92,12 +114,20 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(arguments: list[str], log: Path, trap: Trap | Point | None, pair: tuple[int, int] | None = None) -> None:
-    """Run the command line in this process. `pair` is its rank in a pair, and their port."""
-    if pair is not None:
-        rank, port = map(str, pair)
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+def _run(
+    work: Work,
+    log: Path,
+    trap: Trap | Point | None,
+    folder: Path | None = None,
+    member: tuple[int, int, int] | None = None,
+) -> None:
+    """Work in this process. `member` is its rank in a group, their number, and their port."""
+    if member is not None:
+        rank, count, port = map(str, member)
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if folder is not None:
+        os.chdir(folder)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -110,7 +140,10 @@ def _run(arguments: list[str], log: Path, trap: Trap | Point | None, pair: tuple
         _set_within(trap)
     elif trap is not None:
         _set(*trap)
-    main(arguments)
+    if isinstance(work, list):
+        main(work)
+    else:
+        work()
 
 
 def _set(moment: str, count: int) -> None:
@@ -128,6 +161,7 @@ def _set(moment: str, count: int) -> None:
         "after a line": (RunFolder, "append", _die),
         "after half a checkpoint": (checkpoint, "save_file", _halve),
         "before a checkpoint has its name": (checkpoint, "save_file", _die),
+        "before a file has its second name": (os, "link", None),  # a recipe, then each best checkpoint
         "before old checkpoints are gone": (Store, "paths", None),
         "before the result": (RunFolder, "finish", None),
     }
@@ -150,6 +184,8 @@ def _set(moment: str, count: int) -> None:
 
 def _set_within(point: Point) -> None:
     from equipoise.correction import Correction
+    from equipoise.integrations.attachment import Attachment
+    from equipoise.studies import runner
     from equipoise.topology import Topology
     from equipoise.training.checkpoint import Store
     from equipoise.training.run_folder import RunFolder
@@ -164,6 +200,8 @@ def _set_within(point: Point) -> None:
         "evaluation": (Trainer, "evaluate"),
         "line": (RunFolder, "append"),
         "result": (RunFolder, "finish"),
+        "study result": (runner, "write_result"),
+        "framework checkpoint": (Attachment, "state_dict"),
     }[point.place]
     original = getattr(owner, name)
     calls, lines = [0], [point.lines]

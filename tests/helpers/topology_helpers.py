@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from equipoise.topology import ALGORITHMS, Topology
 from equipoise.topology.algorithm import Dynamic
 
-DYNAMIC = {name: kind for name, kind in ALGORITHMS.items() if issubclass(kind, Dynamic)}
-SPARSE = [name for name in ALGORITHMS if name != "dense"]
+# Algorithms with a pattern of their own have other counts, and tests of their own.
+UNSTRUCTURED = {name: kind for name, kind in ALGORITHMS.items() if not kind.pattern}
+DYNAMIC = {name: kind for name, kind in UNSTRUCTURED.items() if issubclass(kind, Dynamic)}
+SPARSE = [name for name in UNSTRUCTURED if name != "dense"]
 
 
 class Perceptron(nn.Module):

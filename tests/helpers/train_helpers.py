@@ -65,9 +65,9 @@ def bits(tensor: Tensor) -> bytes:
 def assert_same_state(left: Any, right: Any, without: str = "") -> None:
     """Two nested states are bit-identical, except for values whose path ends with `without`."""
     a, b = leaves(left), leaves(right)
-    assert a.keys() == b.keys()
+    assert a.keys() == b.keys(), f"only in one: {sorted(a.keys() ^ b.keys())[:5]}"
     differing = [name for name in a if not same(a[name], b[name]) and not (without and name.endswith(without))]
-    assert not differing
+    assert not differing, f"{len(differing)} of {len(a)} differ: {differing[:5]}"
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def without_times(line: Mapping[str, Any]) -> dict[str, Any]:
 def assert_same_runs(left: Path, right: Path) -> None:
     """Two finished runs are bit-identical, except for their times."""
     names = [sorted(path.name for path in (run / "checkpoints").iterdir()) for run in (left, right)]
-    assert names[0] == names[1]
+    assert names[0] == names[1], names
     for name in names[0]:
         states = [checkpoints.load(run / "checkpoints" / name) for run in (left, right)]
         assert_same_state(states[0], states[1], without="str seconds")

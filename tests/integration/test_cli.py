@@ -127,6 +127,7 @@ def test_list_shows_everything_that_can_be_chosen(run: Run) -> None:
         "corrections",
         "optimizers",
         "schedules",
+        "patterns",
         "data",
         "studies",
     ):
@@ -136,6 +137,8 @@ def test_list_shows_everything_that_can_be_chosen(run: Run) -> None:
         assert len(line.split()) > 3  # a name and a sentence
     only = run("list", "optimizers").out.splitlines()
     assert [line.split()[0] for line in only] == ["optimizers", "sgd", "sgdw", "adam", "adamw"]
+    for name in ("n:m", "block", "fan_in"):
+        assert any(line.split()[0] == name for line in run("list", "patterns").out.splitlines())
 
 
 def test_list_shows_the_options_of_a_name(run: Run) -> None:

@@ -36,6 +36,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "Static": {},
     "SET": {"every": 3},
     "RigL": {"every": 3, "until": 1.0},
+    "SRigL": {"every": 3, "until": 1.0, "min_salience": 0.9},
     "SNFS": {"every": 3},
     "MEST": {"every": 3},
     "GMP": {"every": 3},
@@ -280,6 +281,7 @@ def complaints(world: World) -> list[str]:
     model = network()
     shard(model)
     refused(lambda: eq.BSRNet(sparsity=0.7, distribution="erk").attach(model, sgd(model)))
+    refused(lambda: eq.SRSTE(pattern="fan_in").attach(model, sgd(model)))
     refused(lambda: eq.Agent().attach(model))
     partly = network()
     fully_shard(partly[4])
@@ -310,8 +312,8 @@ def test_what_does_not_work_is_refused_by_name() -> None:
     assert first == second
     assert all("\n" not in line for line in first)
     words = [
-        "BSR-Net", "correction", '"0.weight" is not sharded', "packed weights", "packed weights", "packed weights",
-        "was not sharded",
+        "BSR-Net", "SR-STE", "correction", '"0.weight" is not sharded', "packed weights", "packed weights",
+        "packed weights", "was not sharded",
         "topology.reattach(optimizer)", "topology.reattach(optimizer)", "correction", 'does not have "0.weight"',
     ]  # fmt: skip
     assert len(first) == len(words)

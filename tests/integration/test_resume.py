@@ -123,6 +123,12 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -
     kill_and_compare(tmp_path, [("after a step", 1), ("after a refresh", 1), ("after a line", 1)], correction="svrg")
 
 
+@pytest.mark.parametrize("trap", [("before a file has its second name", 2), ("before old checkpoints are gone", 2)])
+def test_a_run_killed_within_its_last_checkpoint_ends_bit_equal(tmp_path: Path, trap: Trap) -> None:
+    """The last checkpoint is the best: it was not kept as the best, and the one before it was not removed."""
+    kill_and_compare(tmp_path, [trap], epochs=1, checkpoint={"steps": 4, "keep": 1})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["recompute", "replay", "running"])
 @pytest.mark.parametrize("correction", ["agent", "svrg", "alpha-svrg", "fixed"])

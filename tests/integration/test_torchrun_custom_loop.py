@@ -17,6 +17,7 @@ from distributed_helpers import Processes, largest_difference, processes
 from equipoise.correction import CORRECTIONS
 from equipoise.data import Augment, Images, Loader
 from equipoise.errors import UserError
+from equipoise.topology import Algorithm
 from equipoise.topology.packing import pack
 from equipoise.training.sync_batchnorm import SyncedBatchNorm, synchronise
 from equipoise.world import ALONE, World
@@ -81,6 +82,40 @@ def test_a_loop_with_ddp_is_that_of_one_process(two: Processes, topology: str, c
         assert all(np.array_equal(mask, one["masks"][name]) for name, mask in found["masks"].items())
         assert found["losses"] == pytest.approx(one["losses"], rel=1e-12)
         assert found["outside"] == [0, 0]
+
+
+STRUCTURED: dict[str, Algorithm] = {
+    "RigL, 2:4": eq.RigL(sparsity=0.5, pattern="2:4", dense_first=True, every=3, until=1.0),
+    "SRigL": eq.SRigL(sparsity=0.7, every=3, until=1.0, min_salience=0.9),
+    "SR-STE": eq.SRSTE(pattern="2:4", dense_first=True),
+}
+
+
+def structured_loop(world: World, name: str) -> dict[str, Any]:
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+    model = network if world.alone else DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    topology = STRUCTURED[name].attach(model, optimizer, total_steps=STEPS)
+    masks = []
+    for step in range(STEPS):
+        x, y = batches()[step % 6]
+        loss_fn(model, x[world.rank :: world.size], y[world.rank :: world.size]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        masks.append(topology.masks)
+    return {"weights": {key: p.detach() for key, p in network.named_parameters()}, "masks": masks}
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_a_pattern_is_that_of_one_process_on_every_rank(two: Processes, name: str) -> None:
+    several, one = two(structured_loop, name), structured_loop(ALONE, name)
+    weights = {key: value.numpy() for key, value in one["weights"].items()}
+    assert any(not torch.equal(one["masks"][0][key], one["masks"][-1][key]) for key in one["masks"][0])
+    for found in several:
+        assert largest_difference(found["weights"], weights) < 1e-12
+        for here, there in zip(one["masks"], found["masks"], strict=True):
+            assert all(np.array_equal(mask, here[key]) for key, mask in there.items())
 
 
 def loop_that_calls_backward(world: World, mode: str, calls_backward: bool) -> dict[str, Any]:

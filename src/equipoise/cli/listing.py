@@ -17,6 +17,7 @@ NOTES = {
     "equipoise train bsr-vgg16-cifar10-at agent bsr-own-schedule topology.sparsity=0.9",
     "topologies": "Every dynamic topology also exists as NAME-itop, on ITOP's schedule, and as NAME-fast, for short\n"
     "budgets.",
+    "patterns": "topology.pattern=2:4 topology.sparsity=0.5, topology.pattern=16x1, topology.pattern=fan_in",
     "attacks": "equipoise eval RUN --attack NAME",
     "studies": "equipoise study NAME --data DIR",
     "metrics": "A claim of a study is about one of these.",
@@ -61,10 +62,12 @@ def _all_kinds() -> dict[str, Mapping[str, str]]:
     from equipoise.studies.design import packaged_studies, read_design
     from equipoise.studies.metrics import METRICS
     from equipoise.studies.robust import JUDGES
+    from equipoise.topology import PATTERNS
     from equipoise.training.recipe import CATALOGUES, packaged_recipes
 
     kinds: dict[str, Mapping[str, str]] = {"recipes": packaged_recipes()}
     kinds |= {catalogue.group: catalogue.describe() for catalogue in CATALOGUES.values()}
+    kinds["patterns"] = PATTERNS.describe()
     kinds["attacks"] = JUDGES.describe()
     kinds["studies"] = {name: read_design(name).title for name in packaged_studies()}
     kinds["metrics"] = METRICS.describe()

@@ -117,7 +117,7 @@ class _Source:
 
     def _weight(self, weight: str, bias: str) -> str:
         tensors = self._graph.weights
-        parts = encode(tensors[weight], self._values)
+        parts = encode(tensors[weight], self._values, gaps_only=True)
         names = {part: self._array(tensor.numpy()) for part, tensor in parts.items()}
         gaps = {1: "gaps8", 2: "gaps16"}[parts["gaps"].element_size()] if "gaps" in parts else ""
         fields = {"values": names["values"], "count": str(parts["values"].numel())}

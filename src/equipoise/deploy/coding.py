@@ -1,44 +1,81 @@
-"""Code a sparse weight in few bytes: the gaps between its nonzeros, and their values in float32, bf16 or int8."""
+"""Code a sparse weight in few bytes: the indices of its nonzeros, and their values in float32, bf16 or int8.
+
+Indices are those of blocks of outputs x inputs at one position of a kernel; a block of an unstructured weight is one
+weight. They are coded as gaps between blocks with a nonzero, or as a bitmap of all blocks.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
-from equipoise.runtime.gaps import encode_gaps, indices
+from equipoise.runtime.indices import INDICES, decode_indices, divides, encode_gaps
+from equipoise.storage.bitmap import pack_bits
+from equipoise.topology.pattern import Block
 
-PARTS = {"values", "gaps", "scale"}
+PARTS = {"values", "scale", *INDICES}
 VALUES: Catalogue[torch.dtype] = Catalogue(
     "type of values", {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 )
 LARGEST_INT8 = 127
 
 
-def encode(weight: Tensor, values: str = "float32") -> dict[str, Tensor]:
+def encode(weight: Tensor, values: str = "float32", gaps_only: bool = False) -> dict[str, Tensor]:
     """Code a weight.
 
     Args:
         weight: The dense weight.
         values: Type of the values: `float32`, `bf16`, or `int8`, which is symmetric with one scale per output
             channel, max|w| / 127.
+        gaps_only: Whether to use neither bitmaps nor blocks.
 
     Returns:
-        `values` of the nonzeros in flat order, `gaps` between them, and `scale` for int8. If gaps would take more
-        bytes than they save, all values and no `gaps`.
+        `values` of the active blocks, in the order of outputs and inputs; `gaps` between active blocks or a `bitmap` of
+        all blocks, whichever takes fewer bytes; `block`, the outputs and inputs of a block if it has several weights;
+        and `scale` for int8. If indices would take more bytes than they save, all values and no indices.
     """
     flat, scale = _round(weight.detach().to("cpu", torch.float32), VALUES[values])
-    index = flat.nonzero().flatten()
-    gaps = encode_gaps(index.numpy())
-    if gaps.nbytes + index.numel() * flat.itemsize < flat.nbytes:
-        parts = {"values": flat[index], "gaps": torch.from_numpy(gaps)}
-    else:
-        parts = {"values": flat}
+    rounded = flat.view(weight.shape)
+    best = _in_blocks(rounded, (1, 1), gaps_only)
+    block = (1, 1)
+    while not gaps_only:
+        larger = [
+            size for size in ((2 * block[0], block[1]), (block[0], 2 * block[1])) if divides(size, weight.shape)
+        ]
+        coded = [(_in_blocks(rounded, size), size) for size in larger]
+        better = [(parts, size) for parts, size in coded if _bytes(parts) < _bytes(best)]
+        if not better:
+            break
+        best, block = min(better, key=lambda pair: _bytes(pair[0]))
+    parts = best if _bytes(best) < flat.nbytes else {"values": flat}
     return parts if scale is None else {**parts, "scale": scale}
+
+
+def _in_blocks(weight: Tensor, block: tuple[int, int], gaps_only: bool = False) -> dict[str, Tensor]:
+    """Values and indices of the blocks that have a nonzero."""
+    units = _units(weight, block)
+    active = (units != 0).any(1)
+    index = active.nonzero().flatten()
+    gaps, bitmap = torch.from_numpy(encode_gaps(index.numpy())), pack_bits(active)
+    parts = {"values": units[index].flatten()}
+    parts |= {"gaps": gaps} if gaps_only or gaps.nbytes <= bitmap.nbytes else {"bitmap": bitmap}
+    return parts if block == (1, 1) else {**parts, "block": torch.tensor(block, dtype=torch.int32)}
+
+
+def _units(tensor: Tensor, block: tuple[int, int]) -> Tensor:
+    """The elements of a tensor as (blocks, elements of a block)."""
+    return tensor.reshape(-1, 1) if block == (1, 1) else Block(*block).arrange(tensor)[0]
+
+
+def _bytes(parts: Mapping[str, Tensor]) -> int:
+    return sum(part.nbytes for part in parts.values())
 
 
 def _round(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -57,17 +94,16 @@ def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
     Raises:
         UserError: If the parts are not those of a weight of this shape.
     """
-    values, gaps, scale = parts.get("values"), parts.get("gaps"), parts.get("scale")
+    values, scale = parts.get("values"), parts.get("scale")
     if values is None or values.dim() != 1 or values.dtype not in VALUES.values() or set(parts) - PARTS:
         raise UserError("its values must be a vector of float32, bf16 or int8")
     if (scale is None) != (values.dtype is not torch.int8):
         raise UserError("int8 values have a scale, other values have none")
     count = math.prod(shape)
     flat = values.float()
-    if gaps is not None:
-        if gaps.dim() != 1 or gaps.dtype not in (torch.uint8, torch.uint16):
-            raise UserError("its gaps must be a vector of uint8 or uint16")
-        index = torch.from_numpy(indices(gaps.numpy(), values.numel(), count))
+    coded = {part: _array(parts[part]) for part in INDICES if part in parts}
+    if coded:
+        index = torch.from_numpy(decode_indices(coded, shape, values.numel()))
         flat = torch.zeros(count).index_put_((index,), flat)
     if flat.numel() != count:
         raise UserError(f"it has {flat.numel()} values for {count} weights")
@@ -79,6 +115,11 @@ def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
     if not weight.isfinite().all():
         raise UserError("it has values that are not finite")
     return weight
+
+
+def _array(part: Tensor) -> NDArray[Any]:
+    """The numbers of a tensor; numpy has no bf16, which indices do not have either."""
+    return part.float().numpy() if part.dtype is torch.bfloat16 else part.numpy()
 
 
 def decode_all(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

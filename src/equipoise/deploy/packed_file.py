@@ -1,9 +1,10 @@
 """The packed file: a safetensors file with coded weights and a header that describes the model.
 
 The header is JSON in the metadata, under `equipoise`: see `Header`. Biases and norms are tensors of their names. A
-weight is stored as `NAME/values`, `NAME/gaps` and `NAME/scale` (see `coding`). Reading a file executes no code from
-it: the model is looked up in the catalogue by its name. `equipoise.runtime` needs no catalogue: it executes the calls
-in the header, whose constants are tensors named `program/NUMBER/scale` and `program/NUMBER/shift`.
+weight is stored as `NAME/values`, its indices as `NAME/gaps` or `NAME/bitmap`, and `NAME/block` and `NAME/scale` if it
+has them (see `coding`). Reading a file executes no code from it: the model is looked up in the catalogue by its name.
+`equipoise.runtime` needs no catalogue: it executes the calls in the header, whose constants are tensors named
+`program/NUMBER/scale` and `program/NUMBER/shift`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from equipoise.errors import UserError
 from equipoise.files import written_whole
 from equipoise.models import MODELS
 from equipoise.runtime.calls import PREFIX
+from equipoise.runtime.indices import INDICES
 from equipoise.runtime.packed_arrays import KEY, VERSION, checksum
 
 WEIGHTS = "equipoise-weights"  # weights of a custom model: see `custom`
@@ -224,7 +226,7 @@ def _unpack(header: Header, tensors: Mapping[str, Tensor]) -> Unpacked:
 
 def stored_values(tensors: Mapping[str, Tensor]) -> int:
     """Return the number of values and scales among the tensors of a file."""
-    return sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("/gaps"))
+    return sum(tensor.numel() for key, tensor in tensors.items() if key.rpartition("/")[2] not in INDICES)
 
 
 def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

@@ -18,8 +18,8 @@ from equipoise.kernels.planes import Planes
 from equipoise.kernels.pool import Pool
 from equipoise.kernels.steps import FEW, Buffers, KernelSteps, most_blocks, round_up
 from equipoise.runtime.calls import IMAGE, Call, Calls, Shape, constant
-from equipoise.runtime.gaps import indices
-from equipoise.runtime.packed_arrays import GAPS, Stored
+from equipoise.runtime.indices import INDICES, decode_indices
+from equipoise.runtime.packed_arrays import Stored
 
 LARGEST = 2**28  # floats in the buffers of a program, 1 GiB
 
@@ -168,23 +168,21 @@ def _weight(call: Call, tensors: Mapping[str, Stored]) -> Weight:
     count, channels = shape.weight_numel, shape.out_channels
     if count >= 2**31:
         raise UserError(f'"{name}" has {count} weights; the kernels have fewer than 2^31')
-    stored, gaps = _tensor(tensors, f"{name}/values"), tensors.get(f"{name}/gaps")
+    stored = _tensor(tensors, f"{name}/values")
     values = stored.floats(name)
-    if values.ndim != 1 or (gaps is not None and (gaps.array.ndim != 1 or gaps.kind not in GAPS)):
-        raise UserError(f'"{name}": its values must be a vector, its gaps a vector of uint8 or uint16')
-    if gaps is None:
-        if len(values) != count:
-            raise UserError(f'"{name}": it has {len(values)} values for {count} weights')
-        index = np.flatnonzero(values)
-        values = values[index]
-    else:
-        try:
-            index = indices(gaps.array, len(values), count)
-        except UserError as error:
-            raise UserError(f'"{name}": {error}') from None
+    coded = {part: tensors[f"{name}/{part}"].integers() for part in INDICES if f"{name}/{part}" in tensors}
+    if values.ndim != 1 or (not coded and len(values) != count):
+        raise UserError(f'"{name}": it has values of {list(values.shape)} for {count} weights')
+    try:
+        weight = (channels, shape.in_channels // shape.groups, *shape.kernel)
+        index = decode_indices(coded, weight, len(values)) if coded else np.arange(count)
+    except UserError as error:
+        raise UserError(f'"{name}": {error}') from None
     if stored.kind == "I8":
         values = values * _vector(tensors, f"{name}/scale", channels)[index // max(1, count // channels)]
-    return Weight(index, values, _vector(tensors, call.bias, channels) if call.bias else None)
+    order = np.argsort(index, kind="stable")  # blocks store their values in another order
+    order = order[values[order] != 0]
+    return Weight(index[order], values[order], _vector(tensors, call.bias, channels) if call.bias else None)
 
 
 def _tensor(tensors: Mapping[str, Stored], name: str) -> Stored:

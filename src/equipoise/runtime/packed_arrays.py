@@ -26,11 +26,11 @@ LARGEST_TABLE = 100_000_000  # bytes, as in safetensors
 TYPES: dict[str, tuple[str, np.dtype[Any]]] = {
     "F32": ("torch.float32", np.dtype(np.float32)),
     "BF16": ("torch.bfloat16", np.dtype(np.uint16)),
+    "I32": ("torch.int32", np.dtype(np.int32)),
     "I8": ("torch.int8", np.dtype(np.int8)),
     "U8": ("torch.uint8", np.dtype(np.uint8)),
     "U16": ("torch.uint16", np.dtype(np.uint16)),
 }
-GAPS = ("U8", "U16")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Stored:
     def content(self) -> tuple[str, Sequence[int], memoryview]:
         """Return type, shape and bytes, for the checksum."""
         return TYPES[self.kind][0], self.array.shape, self.array.reshape(-1).view(np.uint8).data
+
+    def integers(self) -> NDArray[Any]:
+        """Return the numbers of a part of indices, as float32 if they are bf16, which no part may be."""
+        return self.floats("indices") if self.kind == "BF16" else self.array
 
     def floats(self, name: str) -> NDArray[np.float32]:
         """Return the numbers as float32.

@@ -13,6 +13,8 @@ from equipoise.topology.pattern import PATTERNS
 from equipoise.topology.rigl import RigL
 from equipoise.topology.set import SET
 from equipoise.topology.snfs import SNFS
+from equipoise.topology.srigl import SRigL
+from equipoise.topology.srste import SRSTE
 from equipoise.topology.static import Dense, Static
 from equipoise.topology.topology import Topology
 
@@ -23,10 +25,12 @@ ALGORITHMS: Catalogue[type[Algorithm]] = Catalogue(
         "static": Static,
         "set": SET,
         "rigl": RigL,
+        "srigl": SRigL,
         "snfs": SNFS,
         "mest": MEST,
         "gmp": GMP,
         "granet": GraNet,
+        "sr-ste": SRSTE,
         "bsr-net": BSRNet,
     },
     group="topologies",
@@ -40,12 +44,14 @@ __all__ = [
     "PATTERNS",
     "SET",
     "SNFS",
+    "SRSTE",
     "Algorithm",
     "BSRNet",
     "Dense",
     "Dynamic",
     "GraNet",
     "RigL",
+    "SRigL",
     "Static",
     "Topology",
     "fast",

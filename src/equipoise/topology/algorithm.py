@@ -37,12 +37,13 @@ class Algorithm:
         dense_last: Whether the last of these weights stays dense.
         initial_mask: Which weights are active at the start. `nonzeros`: a weight that already has zeros keeps its
             nonzeros, the largest if the budget is smaller, and random ones are added if it is larger; other weights
-            get a random mask. `random`: every weight gets a random mask.
+            get a random mask. `random`: every weight gets a random mask. `largest`: every weight keeps its largest
+            values, as for a dense model that is pruned.
         min_fan_in: Number of active weights that every unit keeps, if its layer has as many per unit. A unit is an
             entry of the first dimension of a weight.
         pattern: Structure of the active weights: `n:m` such as `2:4`, `transposable 2:4`, blocks of outputs x inputs
-            such as `16x1`, or `fan_in`, the same number of weights for every output. Weights that do not divide stay
-            dense.
+            such as `16x1`, the fixed `butterfly 16x16`, or `fan_in`, the same number of weights for every output.
+            Weights that do not divide stay dense.
         seed: Seed of the initial mask and of random growth.
     """
 
@@ -52,13 +53,15 @@ class Algorithm:
     exclude: tuple[Selector, ...] = ()
     dense_first: bool = False
     dense_last: bool = False
-    initial_mask: Literal["nonzeros", "random"] = "nonzeros"
+    initial_mask: Literal["nonzeros", "random", "largest"] = "nonzeros"
     min_fan_in: int = 0
     pattern: str = ""
     seed: int = 0
 
     # Whether single layers have no fixed number of active weights, only the network.
     global_budget: ClassVar[bool] = False
+    # Whether the mask of a weight never changes.
+    fixed: ClassVar[bool] = False
     # At which steps the algorithm needs the gradient of inactive weights.
     dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "never"
 
@@ -68,8 +71,8 @@ class Algorithm:
             object.__setattr__(self, name, as_selectors(getattr(self, name)))
         if not 0 <= self.sparsity < 1:
             raise UserError(f"sparsity={self.sparsity}: the fraction of zero weights must be in [0, 1), such as 0.9")
-        if self.initial_mask not in ("nonzeros", "random"):
-            raise UserError(f'initial_mask="{self.initial_mask}": expected "nonzeros" or "random"')
+        if self.initial_mask not in ("nonzeros", "random", "largest"):
+            raise UserError(f'initial_mask="{self.initial_mask}": expected "nonzeros", "random" or "largest"')
         if self.min_fan_in < 0:
             raise UserError(f"min_fan_in={self.min_fan_in}: a number of weights must not be negative")
         self._check_pattern()
@@ -85,6 +88,8 @@ class Algorithm:
         pattern = parse_pattern(self.pattern)
         if pattern is not None and self.min_fan_in:
             raise UserError(f'min_fan_in={self.min_fan_in}: not with pattern="{pattern}", whose counts are fixed')
+        if pattern is not None and pattern.fixed and not self.fixed:
+            raise UserError(f'pattern="{pattern}": its mask never changes; use the topology static')
         if isinstance(pattern, NM):
             if not math.isclose(self.sparsity, pattern.sparsity):
                 raise UserError(f'sparsity={self.sparsity}: pattern="{pattern}" has sparsity={pattern.sparsity:g}')
@@ -132,6 +137,10 @@ class Algorithm:
 
     def bits_to_remember(self, weight: Tensor) -> Tensor | None:
         """Bits to keep of a weight before it is packed, one for each element; `None` if the algorithm needs none."""
+        return None
+
+    def packing_obstacle(self) -> str | None:
+        """Why the algorithm needs masked storage; `None` if it does not."""
         return None
 
     def observe(self, layer: SparseWeight, scale: Tensor | None) -> None:
@@ -195,7 +204,7 @@ class Dynamic(Algorithm):
         Args:
             **options: Fields of the algorithm that differ.
         """
-        least = 0 if options.get("pattern") else 1  # a pattern has fixed counts
+        least = 0 if options.get("pattern", cls.pattern) else 1  # a pattern has fixed counts
         return cls(**{"distribution": "er", "every": 0.02, "min_fan_in": least, **options})
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import UserError
 from equipoise.shards import is_sharded
@@ -16,6 +16,7 @@ from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
 from equipoise.topology.bsr import BSRNet
 from equipoise.topology.selection import unwrap
+from equipoise.topology.srste import SRSTE
 from equipoise.world import ALONE, World
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def _check_not_pruned(topology: Topology, model: nn.Module) -> None:
 
 
 def _check_optimizer(topology: Topology) -> None:
-    """Refuse a weight of another optimizer, which would revive it after it was dropped."""
+    """Refuse an optimizer that cannot work, or that lacks a weight: another would revive it after it was dropped."""
+    if isinstance(topology.algorithm, SRSTE) and isinstance(topology.optimizer, LBFGS):
+        raise UserError("SR-STE changes the weights between passes, which LBFGS does not support; use SGD or Adam")
     known = {id(p) for group in topology.optimizer.param_groups for p in group["params"]}
     missing = [layer for layer in topology.layers if id(layer.stepped) not in known]
     if missing and len(missing) == len(topology.layers) and topology.storage == "packed":
@@ -113,6 +116,11 @@ def _check_sharding(topology: Topology) -> None:
     if isinstance(topology.algorithm, BSRNet):
         raise UserError(
             "BSR-Net refills one budget of the whole network after every step, which fully_shard does not support; "
+            "use DistributedDataParallel or another topology"
+        )
+    if isinstance(topology.algorithm, SRSTE):
+        raise UserError(
+            "SR-STE chooses among whole weights after every step, which fully_shard does not support; "
             "use DistributedDataParallel or another topology"
         )
     if topology.storage == "packed":

@@ -111,8 +111,7 @@ class EMA:
     def blend(self) -> None:
         """Move the average towards the weights by the current rate; a CUDA graph can replay this."""
         for average, tensor in zip(self._averages, self._stepped, strict=True):
-            rewiring = None if self.topology is None else self.topology.rewiring
-            activity = None if rewiring is None else rewiring.activity_of(tensor)
+            activity = None if self.topology is None else self.topology.activity_of(tensor)
             self._blend(local(average), local(tensor.detach()), self._rate, activity)
 
     @contextmanager

@@ -52,8 +52,7 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
     if not any(final.values()):
         size = sum(weight.numel() for weight in chosen.values())
         raise UserError(f"none of the {size} chosen weights would be active; choose a lower sparsity or more weights")
-    keeps = algorithm.initial_mask == "nonzeros"
-    kept = {name: _magnitudes(weight, initial[name]) if keeps else None for name, weight in chosen.items()}
+    kept = {name: _kept(algorithm, weight, initial[name]) for name, weight in chosen.items()}
     if algorithm.global_budget:
         initial = _all_nonzeros(initial, kept, sum(final.values()))
     generator = torch.Generator()  # on the CPU: the same initial mask on every device
@@ -67,7 +66,8 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
             active = _units(pattern, weight, magnitudes, budget, generator)
         else:
             active = order[:budget] if magnitudes is None else _largest(magnitudes, order, budget)
-        planned.append(Planned(name, weight, budget, final[name], active, _count(magnitudes)))
+        nonzeros = _count(magnitudes) if algorithm.initial_mask == "nonzeros" else 0
+        planned.append(Planned(name, weight, budget, final[name], active, nonzeros))
     return planned
 
 
@@ -96,13 +96,22 @@ def _units(
     return pattern.largest(score, budget, weight.shape)
 
 
+def _kept(algorithm: Algorithm, weight: Tensor, budget: int) -> Tensor | None:
+    """Magnitudes by which the initial mask is chosen, as a vector on the CPU; `None` if it is random."""
+    if algorithm.initial_mask == "random":
+        return None
+    weight = gather(weight, weight) if is_sharded(weight) else weight
+    if algorithm.initial_mask == "largest":
+        return weight.detach().abs().reshape(-1).cpu()
+    return _magnitudes(weight, budget)
+
+
 def _magnitudes(weight: Tensor, budget: int) -> Tensor | None:
     """Magnitudes of a weight that is already sparse, as a vector on the CPU; `None` if it is dense.
 
     A few zeros do not make a weight sparse, unless the budget is exactly its nonzeros: uniform numbers of a type with
     rounding error ε are zero with a probability of about ε.
     """
-    weight = gather(weight, weight) if is_sharded(weight) else weight
     nonzeros = int(torch.count_nonzero(weight))
     zeros = weight.numel() - nonzeros
     few = weight.numel() * max(FEW_ZEROS, 4 * torch.finfo(weight.dtype).eps)

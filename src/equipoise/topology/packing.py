@@ -83,8 +83,8 @@ def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[SparseWeight]
     modules = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, PackedLayer)}
     if not modules or algorithm.sparsity == 0:
         return []
-    if getattr(algorithm, "growth", "batch") == "corrected":
-        raise UserError('growth="corrected" needs old gradients of inactive weights: use masked storage')
+    if obstacle := algorithm.packing_obstacle():
+        raise UserError(f"{obstacle}: use masked storage")
     if algorithm.distribution == "nonzeros":
         counts = {name: module.values.numel() for name, module in modules.items()}
     elif any(module.final is None for module in modules.values()):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
+from equipoise.storage.sparse_weight import highest
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class Pattern(ABC):
 
     Every group of a weight has the same number of active units.
     """
+
+    # Whether the mask depends on the counts only, so that no algorithm can choose it.
+    fixed: ClassVar[bool] = False
 
     @abstractmethod
     def obstacle(self, shape: Sequence[int]) -> str | None:
@@ -57,9 +62,21 @@ class Pattern(ABC):
             count: Number of weights to choose, as `whole` gives it.
             shape: Shape of the weight.
         """
+        return self._indices(self._largest(score, count, shape), shape)
+
+    def largest_mask(self, score: Tensor, count: int, shape: Sequence[int]) -> Tensor:
+        """Boolean mask of the weights that `largest` returns, in the shape of the weight, made on the device."""
+        index = self.arrange(torch.arange(math.prod(shape), device=score.device).view(tuple(shape)))
+        chosen = self._largest(score, count, shape).unsqueeze(-1).expand(index.shape)
+        return (
+            torch.empty_like(score, dtype=torch.bool).scatter_(0, index.reshape(-1), chosen.reshape(-1)).view(shape)
+        )
+
+    def _largest(self, score: Tensor, count: int, shape: Sequence[int]) -> Tensor:
+        """Mask of the units of each group with the largest scores."""
         scores = self._score(score, shape)
         chosen = scores.topk(count // (scores.shape[0] * self.extent(shape)[2]), dim=1).indices
-        return self._indices(torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True), shape)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
 
     def exchange(
         self, drop: Tensor, grow: Tensor, active: Tensor, prune: int, swap: int, regrow: bool
@@ -81,15 +98,15 @@ class Pattern(ABC):
         groups, units, elements = self.extent(shape)
         on = self.arrange(active)[..., 0]
         have, lost = int(on[0].sum()), prune // (groups * elements)
-        rank = _rank(self._score(drop, shape).masked_fill(~on, torch.inf))
+        rank = ranks(self._score(drop, shape).masked_fill(~on, torch.inf))
         most = have - lost if regrow else min(have - lost, units - have)  # exchanged in one group
         pruned = on & (rank < lost)
         candidates = on & (rank >= lost) & (rank < lost + most)
         exchanged = min(round(swap / elements), groups * most)
-        lowest = self._score(drop, shape).masked_fill(~candidates, torch.inf).flatten().topk(exchanged, largest=False)
-        swapped = torch.zeros_like(on).view(-1).index_fill_(0, lowest.indices, True).view_as(on)
+        lowest = highest(-self._score(drop, shape).masked_fill(~candidates, torch.inf).flatten(), exchanged)
+        swapped = torch.zeros_like(on).view(-1).index_fill_(0, lowest, True).view_as(on)
         free = ~(on & ~(pruned | swapped)) if regrow else ~on
-        order = _rank(-self._score(grow, shape).masked_fill(~free, -torch.inf))
+        order = ranks(-self._score(grow, shape).masked_fill(~free, -torch.inf))
         grown = free & (order < swapped.sum(1, keepdim=True))
         return self._indices(pruned | swapped, shape), self._indices(grown, shape)
 
@@ -171,6 +188,63 @@ class Block(Pattern):
 
 
 @dataclass(frozen=True)
+class Butterfly(Block):
+    """The flat block butterfly, a fixed mask of blocks such as 16x16, for `static` only (Chen et al. 2021).
+
+    Block (i, j) is active if i = j or i xor j = 2^k for one of the k = 0, 1, ... that the count of the weight reaches:
+    a weight of n x n blocks has n·(1 + strides) active blocks with at most log2(n) strides, the shortest first. If a
+    weight has more blocks in one dimension, i and j are those modulo the smaller number. All positions of a kernel
+    have the same mask.
+
+    Args:
+        outputs: Outputs of a block.
+        inputs: Inputs of a block.
+    """
+
+    fixed: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return f"butterfly {super().__str__()}"
+
+    def obstacle(self, shape: Sequence[int]) -> str | None:
+        if why := Block(self.outputs, self.inputs).obstacle(shape):
+            return why
+        blocks = self._blocks(shape)
+        return f"{blocks} blocks are no power of two" if blocks & (blocks - 1) else None
+
+    def _blocks(self, shape: Sequence[int]) -> int:
+        """Number of blocks in the dimension that has fewer."""
+        return min(shape[0] // self.outputs, shape[1] // self.inputs)
+
+    def arrange(self, tensor: Tensor) -> Tensor:
+        """One group; unit x holds the blocks with i xor j = x."""
+        rows, columns = tensor.shape[0] // self.outputs, tensor.shape[1] // self.inputs
+        parts, blocks = tensor.reshape(rows, self.outputs, columns, self.inputs, -1), min(rows, columns)
+        i, j = torch.arange(rows, device=tensor.device), torch.arange(columns, device=tensor.device)
+        order = ((i % blocks)[:, None] ^ (j % blocks)).flatten().argsort(stable=True)
+        return parts.permute(0, 2, 1, 3, 4).reshape(rows * columns, -1)[order].reshape(1, blocks, -1)
+
+    def extent(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        blocks = self._blocks(shape)
+        return 1, blocks, math.prod(shape) // blocks
+
+    def whole(self, count: int, shape: Sequence[int]) -> int:
+        _, blocks, elements = self.extent(shape)
+        return min(super().whole(count, shape), elements * len(_strides(blocks)))
+
+    def _largest(self, score: Tensor, count: int, shape: Sequence[int]) -> Tensor:
+        _, blocks, elements = self.extent(shape)
+        chosen = torch.zeros(1, blocks, dtype=torch.bool, device=score.device)
+        chosen[0, _strides(blocks)[: count // elements]] = True
+        return chosen
+
+
+def _strides(blocks: int) -> list[int]:
+    """0 and the powers of two below a power of two."""
+    return [0, *(2**k for k in range(blocks.bit_length() - 1))]
+
+
+@dataclass(frozen=True)
 class FanIn(Pattern):
     """The same number of active weights for every output (constant fan-in; Lasby et al. 2024)."""
 
@@ -206,7 +280,7 @@ class Transposable(NM):
     def extent(self, shape: Sequence[int]) -> tuple[int, int, int]:
         return math.prod(shape) // self.m**2, self.m, self.m  # a unit is a matching
 
-    def largest(self, score: Tensor, count: int, shape: Sequence[int]) -> Tensor:
+    def _largest(self, score: Tensor, count: int, shape: Sequence[int]) -> Tensor:
         tiles = self._score(score, shape).view(-1, self.m, self.m)
         on = torch.ones_like(tiles, dtype=torch.bool)
         each = count // (len(tiles) * self.m)
@@ -216,7 +290,7 @@ class Transposable(NM):
         else:
             for _ in range(self.m - each):
                 on = on & ~_lightest_matching(tiles, on)
-        return self._indices(on.flatten(1), shape)
+        return on.flatten(1)
 
     def exchange(
         self, drop: Tensor, grow: Tensor, active: Tensor, prune: int, swap: int, regrow: bool
@@ -245,12 +319,12 @@ class Transposable(NM):
 ENUMERATED = 4  # sizes of tiles up to which all matchings are compared at once
 
 PATTERNS: Catalogue[type[Pattern]] = Catalogue(
-    "pattern", {"n:m": NM, "transposable n:m": Transposable, "block": Block, "fan_in": FanIn}
+    "pattern", {"n:m": NM, "transposable n:m": Transposable, "block": Block, "butterfly": Butterfly, "fan_in": FanIn}
 )
 
 
 def parse_pattern(text: str) -> Pattern | None:
-    """Return the pattern of a text such as `2:4`, `16x1` or `fan_in`; `None` for an empty text.
+    """Return the pattern of a text such as `2:4`, `16x1`, `butterfly 16x16` or `fan_in`; `None` for an empty text.
 
     Raises:
         UserError: If there is no such pattern.
@@ -259,11 +333,18 @@ def parse_pattern(text: str) -> Pattern | None:
         return None
     if text == "fan_in":
         return FanIn()
-    forms = ((r"(\d+):(\d+)", NM), (r"transposable (\d+):(\d+)", Transposable), (r"(\d+)x(\d+)", Block))
+    forms = (
+        (r"(\d+):(\d+)", NM),
+        (r"transposable (\d+):(\d+)", Transposable),
+        (r"(\d+)x(\d+)", Block),
+        (r"butterfly (\d+)x(\d+)", Butterfly),
+    )
     for form, kind in forms:
         if found := re.fullmatch(form, text):
             return kind(int(found[1]), int(found[2]))
-    raise UserError(f'pattern="{text}": expected "2:4", "transposable 2:4", a block such as "16x1", or "fan_in"')
+    raise UserError(
+        f'pattern="{text}": expected "2:4", "transposable 2:4", a block such as "16x1", "butterfly 16x16" or "fan_in"'
+    )
 
 
 def _lightest_matching(weight: Tensor, allowed: Tensor) -> Tensor:
@@ -294,7 +375,7 @@ def _regular_masks(m: int, n: int) -> Tensor:
     return torch.stack([mask for mask in masks if bool((mask.sum(0) == n).all())])
 
 
-def _rank(score: Tensor) -> Tensor:
+def ranks(score: Tensor) -> Tensor:
     """Rank of each number in its row, from the lowest; equal numbers in their order."""
     order = score.argsort(dim=1, stable=True)
     return torch.empty_like(order).scatter_(

@@ -37,6 +37,9 @@ class RigL(Dynamic):
         if self.growth not in ("batch", "corrected"):
             raise UserError(f'growth="{self.growth}": expected "batch" or "corrected"')
 
+    def packing_obstacle(self) -> str | None:
+        return None if self.growth == "batch" else 'growth="corrected" needs old gradients of inactive weights'
+
     def growth_score(self, layer: SparseWeight, generator: torch.Generator) -> Tensor:
         """|∂loss/∂w|; random for a weight that took no part in the loss."""
         return super().growth_score(layer, generator) if layer.gradient is None else layer.gradient.abs()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from equipoise.topology.algorithm import Algorithm
 
@@ -11,6 +11,8 @@ from equipoise.topology.algorithm import Algorithm
 @dataclass(frozen=True, kw_only=True)
 class Static(Algorithm):
     """A random mask that stays fixed during training."""
+
+    fixed: ClassVar[bool] = True
 
     @classmethod
     def from_nonzeros(cls, **options: Any) -> Self:

@@ -35,6 +35,7 @@ from equipoise.topology.optimizer_state import SkippedStep, loss_scale, restart_
 from equipoise.topology.packing import packed_weights
 from equipoise.topology.rewiring import make_rewiring
 from equipoise.topology.selection import unwrap
+from equipoise.topology.srste import make_latent
 from equipoise.world import World
 
 # Sparse weight -> weak reference to its topology: a second topology on the same weight is refused.
@@ -92,6 +93,7 @@ class Topology:
         check_attaching(self, model, _OWNERS)
         self._unverified: dict[str, int] = {}  # checksums of a loaded state, until the next step
         self.rewiring = make_rewiring(algorithm, self.layers, self.states, self._followers, flat, compile)
+        self._latent = make_latent(algorithm, self.layers)
         self.pruned = PrunedLayers(self.model, self.layers)
         self._install(hooks)
 
@@ -257,6 +259,8 @@ class Topology:
                 scale = self.growth.scale()
             for layer in self.layers:
                 self.algorithm.observe(layer, scale)
+        if self._latent is not None:
+            self._latent.lift(self.growth.scale() if self.attached else None, loss_scale(self.optimizer))
         if self.update_is_next and isinstance(self.algorithm, Dynamic) and self.algorithm.step_at_update == "skip":
             self._skipped.begin(self.optimizer)
 
@@ -269,6 +273,8 @@ class Topology:
         self._skipped.end(self.optimizer)
         if self.rewiring is not None:
             self.rewiring.after_step(self.steps, self.optimizer.param_groups[0]["lr"])
+        elif self._latent is not None:
+            self._latent.project()
         elif self.attached:
             # A loop without hooks masks the gradients and changes weights only by its steps: inactive ones stay zero.
             self.apply()
@@ -280,7 +286,7 @@ class Topology:
         """Count a step, and prepare the next one."""
         if self.rewires_next and self.rewiring is not None:
             self.rewiring.recount()
-        if self.rewires_next or self.update_is_next:
+        if self.rewires_next or self.update_is_next or self._latent is not None:
             self.updates += 1
             restart_lbfgs(self.optimizer)
         self.steps += 1
@@ -295,6 +301,11 @@ class Topology:
     def rewires_next(self) -> bool:
         """Whether BSR-Net rewires after the next step."""
         return self.rewiring is not None and self.rewiring.rewires(self.steps)
+
+    def activity_of(self, stepped: Tensor) -> Tensor | None:
+        """The mask of a tensor that the optimizer steps if it changes at every step; `None` if it does not."""
+        changing = self._latent if self.rewiring is None else self.rewiring
+        return None if changing is None else changing.activity_of(stepped)
 
     def _update(self) -> None:
         assert isinstance(self.algorithm, Dynamic)
@@ -384,8 +395,9 @@ class Topology:
                 )
 
     def _load_memory(self, layer: SparseWeight, memory: Tensor | None) -> None:
-        if layer.memory is not None and memory is not None and self.rewiring is not None:
-            layer.memory.copy_(memory)  # a view of the signs of all weights
+        fixed = self.rewiring is not None or self._latent is not None  # BSR-Net's signs are views of one vector
+        if layer.memory is not None and memory is not None and fixed:
+            layer.memory.copy_(layer.part(memory))
         elif memory is not None and self.algorithm.dense_gradient == "always" and not memory.any():
             layer.memory = None
         else:

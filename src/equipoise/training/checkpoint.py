@@ -126,34 +126,48 @@ class Store:
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
         """Write a checkpoint and remove old ones.
 
-        Checkpoints of later steps are removed too: they were damaged, so the run repeats those steps. So are the
-        temporary files of killed processes.
+        The best checkpoint is written first under that name: a process that is killed before the checkpoint has its
+        second name repeats the step, and no best checkpoint is lost.
 
         Args:
             step: The number of steps taken.
             state: The state of the run.
             best: Whether this is the best checkpoint so far.
         """
-        path = self.folder / f"step-{step:09d}.safetensors"
-        save(path, state)
+        path = self._path(step)
         if best:
-            self._link_best(path)
-        paths = self.paths()
+            save(self.folder / "best.safetensors", state)
+            self._link(self.folder / "best.safetensors", path)
+        else:
+            save(path, state)
+        self.tidy(step)
+
+    def tidy(self, step: int) -> None:
+        """Remove all but the last checkpoints up to a step, and the temporary files of killed processes.
+
+        Checkpoints of later steps were damaged, so the run repeats those steps. If there is no checkpoint of the step,
+        nothing is removed.
+        """
+        paths, path = self.paths(), self._path(step)
+        if path not in paths:
+            return
         at = paths.index(path)
         for stale in (*paths[:at], *paths[at + self.keep :], *self.folder.glob(".*.tmp")):
             stale.unlink(missing_ok=True)
 
-    def _link_best(self, path: Path) -> None:
-        """Make best.safetensors a hard link to a checkpoint, which is not written a second time."""
-        best = self.folder / "best.safetensors"
-        temporary = temporary_name(best)
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:09d}.safetensors"
+
+    def _link(self, path: Path, other: Path) -> None:
+        """Give a checkpoint a second name, without writing it a second time."""
+        temporary = temporary_name(other)
         try:
             os.link(path, temporary)
         except OSError:  # a file system without links
-            with written_whole(best) as temporary:
+            with written_whole(other) as temporary:
                 shutil.copyfile(path, temporary)
             return
-        os.replace(temporary, best)
+        os.replace(temporary, other)
         flush(self.folder)
 
     def paths(self) -> list[Path]:

@@ -355,7 +355,7 @@ def _topology(value: Any, seed: int) -> Algorithm:
     if not suffix:
         return build(cls, options, "topology")
     if not issubclass(cls, Dynamic):
-        raise UserError(f'topology: "{base}" never changes, so there is no "{name}"')
+        raise UserError(f'topology: "{base}" has no schedule of updates, so there is no "{name}"')
     return call(cls.itop if suffix == "itop" else cls.fast, checked(cls, options, "topology"), "topology")
 
 

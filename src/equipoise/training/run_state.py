@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -91,8 +91,9 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
     for part, value in here.items():
         _check_like(state[part], value, part, topology.storage)
     _check_optimizer(trainer, state)
+    weights = {name for name, _ in parts.model.named_parameters()}
     for part in ("model", "optimizer", "ema"):
-        _check_numbers(state[part], part)
+        _check_numbers(state[part], part, weights)
     loaded: dict[str, Any] = {
         "model": parts.model,
         "optimizer": _optimizer(trainer),
@@ -152,7 +153,7 @@ def _check_like(saved: Any, here: Any, path: str, storage: str) -> None:
     grows = path.startswith(("optimizer/", "topology/", "correction/"))
     if isinstance(here, Mapping):
         for key, value in here.items():
-            if key in saved:
+            if saved.get(key) is not None or (key in saved and not grows):
                 _check_like(saved[key], value, f"{path}/{key}", storage)
             elif not grows:
                 raise _misfit(f"it has no {path}/{key}")
@@ -178,13 +179,16 @@ def _check_optimizer(trainer: Trainer, state: Mapping[str, Any]) -> None:
                 _check_shape(value, state["model"][name].shape, path)
 
 
-def _check_numbers(saved: Any, path: str) -> None:
-    """Refuse NaN: training ends before it writes a checkpoint with NaN."""
-    if isinstance(saved, Mapping):
-        for key, value in saved.items():
-            _check_numbers(value, f"{path}/{key}")
-    elif isinstance(saved, Tensor) and bool(saved.isnan().any()):
-        raise _misfit(f"{path} has values that are not a number")
+def _check_numbers(saved: Any, path: str, weights: Container[str]) -> None:
+    """Refuse NaN, and weights that are infinite: training ends before it writes a checkpoint with them."""
+    if not isinstance(saved, Mapping):
+        return
+    for key, value in saved.items():
+        _check_numbers(value, f"{path}/{key}", weights)
+        if isinstance(value, Tensor) and bool(value.isnan().any()):
+            raise _misfit(f"{path}/{key} has values that are not a number")
+        if isinstance(value, Tensor) and key in weights and bool(value.isinf().any()):
+            raise _misfit(f"{path}/{key} has values that are infinite")
 
 
 def _check_shape(saved: Any, shape: torch.Size, path: str) -> None:

@@ -329,6 +329,8 @@ def resume(folder: RunFolder, recipe: Recipe, watcher: Watcher | None = None, wo
     if state is not None:
         trainer.load_state_dict(state)
     if world.leads:
+        if state is not None:
+            folder.store.tidy(trainer.step)  # the process may have been killed before it removed old checkpoints
         folder.forget_after(trainer.epoch)  # the epochs that are repeated
         trainer.history = folder.metrics()
     return trainer

@@ -23,6 +23,7 @@ from equipoise.errors import UserError
 from equipoise.kernels import library
 from harness.commands import GUARD, in_time, run_command
 from harness.damage import Kind
+from harness.signed import sign_checkpoint, sign_packed
 from study_helpers import write_study
 from train_helpers import tiny
 
@@ -84,14 +85,71 @@ def _write_packed(work: Path) -> None:
 
 
 def _read_packed(work: Path, random: Random) -> None:
+    _load_and_run(work)
+
+
+def _load_and_run(work: Path, into: torch.nn.Module | None = None) -> None:
     """Load and run the files in this process."""
     for path in sorted(work.glob("*.safetensors")):
         with GUARD.within(work) as outside, in_time():
             try:
-                equipoise.load(path)(torch.zeros(1, 1, 8, 8))
+                equipoise.load(path, into=into)(torch.zeros(1, 1, 8, 8))
             except UserError as error:
                 assert "\n" not in str(error)  # noqa: PT017
         assert not outside, outside
+
+
+UNFINISHED: dict[str, dict[str, object]] = {
+    "masked": {
+        "topology": {"name": "rigl", "sparsity": 0.8, "every": 2},
+        "correction": "agent",
+        "optimizer": {"name": "adam", "lr": 0.005},
+    },
+    "packed": {
+        "topology": {"name": "snfs", "sparsity": 0.8, "every": 2},
+        "correction": "saga",
+        "storage": "packed",
+    },
+    "convolutional": {
+        "model": "small",
+        "topology": {"name": "set", "sparsity": 0.8, "every": 1},
+        "data": {"name": "digits", "batch": 60, "validation": 1257},
+        "correction": "svrg",
+        "storage": "packed",
+    },
+}
+
+
+def _write_unfinished(name: str, work: Path) -> None:
+    """Write a run whose last steps are missing."""
+    _write_recipe(work, epochs=1, checkpoint={"steps": 2}, **UNFINISHED[name])
+    with contextlib.chdir(work), contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        cli.main(["train", "recipe.yaml", "--out", "run"])
+    (work / "run" / "result.json").unlink()
+    max((work / "run" / "checkpoints").glob("step-*")).unlink()
+
+
+def _read_unfinished(work: Path, random: Random) -> None:
+    words = random.choice([["resume"], ["resume"], ["eval"], ["eval", "--best"], ["export", "out"], ["measure"]])
+    run_command([words[0], "run", *words[1:]], work)
+
+
+def _custom_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
+        torch.nn.Conv2d(8, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10),
+    )  # fmt: skip
+
+
+def _write_custom(work: Path) -> None:
+    model = equipoise.sparse.pack(_custom_model(), equipoise.RigL(sparsity=0.9))
+    for values in ("float32", "bf16", "int8"):
+        equipoise.save(model, work / f"{values}.safetensors", values=values)
+
+
+def _read_custom(work: Path, random: Random) -> None:
+    _load_and_run(work, into=_custom_model())
 
 
 def _data_recipe(work: Path, name: str, **options: object) -> None:
@@ -161,6 +219,20 @@ FILES = [
     Kind("SVHN .mat files", _write_svhn, _in("data", "*.mat"), _read_data),
     Kind("image files", _write_pictures, _in("data", "train/*/*"), _read_data),
     Kind("results files", _write_results, _in("results", "*/*.json"), _read_results, commands=3),
+    *(
+        Kind(
+            f"checkpoints of {name} runs, signed",
+            partial(_write_unfinished, name),
+            _in("run/checkpoints", "*"),
+            _read_unfinished,
+            commands=5,
+            change=sign_checkpoint,
+            trains=True,
+        )
+        for name in UNFINISHED
+    ),
+    Kind("packed files, signed", _write_packed, _in(".", "*.safetensors"), _read_packed, change=sign_packed),
+    Kind("custom files, signed", _write_custom, _in(".", "*.safetensors"), _read_custom, change=sign_packed),
 ]
 
 

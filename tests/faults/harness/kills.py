@@ -5,25 +5,26 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
 from equipoise.errors import UserError
 from equipoise.training.checkpoint import Store
-from killing import Point, launch, launch_two
+from harness.tally import Tally
+from killing import Point, launch, launch_group
 from train_helpers import BATCHES, assert_same_runs, tiny
 
 EPOCHS = 3
 KILLED = -9
 LONGEST = 0.35  # seconds; a run takes slightly longer in a process that has loaded everything
 
-TOPOLOGIES = ("static", "set", "rigl", "snfs", "mest", "gmp", "granet", "bsr-net", "rigl-itop")
+TOPOLOGIES = ("static", "set", "rigl", "srigl", "snfs", "mest", "gmp", "granet", "sr-ste", "bsr-net", "rigl-itop")
 CORRECTIONS: dict[str, Any] = {
     "sgd": "sgd",
     "agent, recompute": {"name": "agent", "mode": "recompute"},
@@ -55,23 +56,64 @@ PLACES = {
 }
 
 
+class Subject(Protocol):
+    """A run that can be killed and continued.
+
+    Everything is written to a folder: `NAME` is the undisturbed or the killed run, the rest is shared.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The kind of run, for the page."""
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """The functions inside which it is killed, and how often each is called at most; the first one always is."""
+
+    @property
+    def longest(self) -> float:
+        """Seconds after which it is killed from outside, at most."""
+
+    def prepare(self, folder: Path, random: Random) -> None: ...
+
+    def run(self, folder: Path, name: str, random: Random, trap: Point | float | None = None) -> int:
+        """Start the run, or continue it if it has been started; return the exit status."""
+
+    def compare(self, folder: Path, one: str, other: str) -> None:
+        """Fail if a bit of the two runs differs."""
+
+    def stores(self, folder: Path, name: str) -> list[Path]:
+        """List the folders whose newest checkpoint may be damaged."""
+
+
 @dataclass(frozen=True)
 class Pipeline:
-    """A topology, a correction and a storage."""
+    """A run of a topology, a correction and a storage, in one process or in several that train together."""
 
     topology: str
     correction: str
     storage: str
     processes: int = 1
 
+    places = PLACES
+    longest = LONGEST
+
+    @property
+    def kind(self) -> str:
+        return ("one process", "two processes", "three processes")[self.processes - 1]
+
     def __str__(self) -> str:
-        together = ", two processes" if self.processes == 2 else ""
-        return f"{self.topology}, {self.correction}, {self.storage}{together}"
+        return f"{self.topology}, {self.correction}, {self.storage}, {self.kind}"
+
+    def prepare(self, folder: Path, random: Random) -> None:
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(self.recipe(random)))
 
     def recipe(self, random: Random) -> dict[str, Any]:
         moving: dict[str, Any] = {"every": 2}
         if self.topology in ("static", "bsr-net"):
             moving = {"distribution": "erk"}
+        if self.topology == "sr-ste":
+            moving = {"pattern": "fan_in"}
         return tiny(
             epochs=EPOCHS,
             topology={"name": self.topology, "sparsity": 0.8, **moving},
@@ -83,81 +125,74 @@ class Pipeline:
             checkpoint={"steps": random.randint(0, 7), "keep": random.randint(1, 3)},
         )
 
+    def run(self, folder: Path, name: str, random: Random, trap: Point | float | None = None) -> int:
+        words, log = _command(folder / "recipe.yaml", folder / name), folder / "log"
+        if self.processes == 1:
+            return launch(words, log, trap)
+        return launch_group(words, self.processes, log, trap, rank=random.randrange(self.processes))
+
+    def compare(self, folder: Path, one: str, other: str) -> None:
+        assert_same_runs(folder / one, folder / other)
+
+    def stores(self, folder: Path, name: str) -> list[Path]:
+        return [folder / name / "checkpoints"]
+
 
 def pipelines(processes: int = 1) -> list[Pipeline]:
-    """List every topology with every correction in both storages."""
-    return [Pipeline(*parts, processes) for parts in itertools.product(TOPOLOGIES, CORRECTIONS, STORAGES)]
+    """List every topology with every correction in both storages; SR-STE has one."""
+    parts = itertools.product(TOPOLOGIES, CORRECTIONS, STORAGES)
+    return [Pipeline(*part, processes) for part in parts if (part[0], part[2]) != ("sr-ste", "packed")]
 
 
-@dataclass
-class Tally:
-    """Numbers of runs, kills and damaged checkpoints, and the failures."""
-
-    runs: int = 0
-    pipelines: set[Pipeline] = field(default_factory=set)
-    kills: Counter[str] = field(default_factory=Counter)
-    damages: int = 0
-    failures: list[str] = field(default_factory=list)
-
-
-def kill_runs(folder: Path, count: int, seed: int, processes: int = 1) -> Iterator[Tally]:
-    """Kill and resume `count` runs, each of another pipeline until all have had one; yield the tally after each."""
-    order = pipelines(processes)
-    Random(f"{seed} order").shuffle(order)
-    tally = Tally()
-    for number, pipeline in zip(range(count), itertools.cycle(order)):
-        random = Random(f"{seed} {number}")
-        work = folder / f"{number}"
-        work.mkdir(parents=True)
-        try:
-            _kill_run(work, pipeline, random, tally)
-        except (AssertionError, UserError) as error:
-            tally.failures.append(f"run {number} of seed {seed} ({pipeline}): {' '.join(str(error).split())[:300]}")
-        else:
-            shutil.rmtree(work)
-        tally.runs += 1
-        tally.pipelines.add(pipeline)
-        yield tally
+def kill(subject: Subject, seed: str, folder: Path, tally: Tally) -> None:
+    """Kill a run several times, continue it to its end, and compare it with an undisturbed one."""
+    folder.mkdir(parents=True)
+    started = time.monotonic()
+    try:
+        _kill(subject, Random(seed), folder, tally)
+    except (AssertionError, UserError) as error:
+        tally.failures.append(f"run {seed} ({subject}): {' '.join(str(error).split())[-400:]}")
+    shutil.rmtree(folder)
+    tally.runs[subject.kind] += 1
+    tally.pipelines.add(str(subject))
+    tally.kill_seconds += time.monotonic() - started
 
 
-def _kill_run(folder: Path, pipeline: Pipeline, random: Random, tally: Tally) -> None:
-    recipe, whole, killed, log = (folder / name for name in ("recipe.yaml", "whole", "killed", "log"))
-    recipe.write_text(yaml.safe_dump(pipeline.recipe(random)))
-    assert _launch(pipeline, ["train", str(recipe), "--out", str(whole)], log) == 0, log.read_text()
+def _kill(subject: Subject, random: Random, folder: Path, tally: Tally) -> None:
+    log = folder / "log"
+    subject.prepare(folder, random)
+    assert subject.run(folder, "whole", random) == 0, log.read_text()
     before = tally.kills.total()
-    for trap in _traps(random):
-        status = _launch(pipeline, _command(recipe, killed), log, trap, rank=random.randrange(2))
+    for trap in _traps(subject, random):
+        status = subject.run(folder, "killed", random, trap)
         assert status in (0, KILLED), log.read_text()
         if status == 0:
             break
         tally.kills[trap.place if isinstance(trap, Point) else "any moment"] += 1
         if random.random() < 0.2:
-            tally.damages += _damage(killed, random)
-    if tally.kills.total() == before:  # this pipeline did not reach the points
-        shutil.rmtree(killed)
-        point = Point("step", random.randint(1, EPOCHS * BATCHES // 2))
-        assert _launch(pipeline, _command(recipe, killed), log, point) == KILLED, log.read_text()
-        tally.kills["step"] += 1
+            tally.damages += sum(_damage(store, random) for store in subject.stores(folder, "killed"))
+    if tally.kills.total() == before:  # this run did not reach the points
+        shutil.rmtree(folder / "killed")
+        place, calls = next(iter(subject.places.items()))
+        point = Point(place, random.randint(1, calls // 2))
+        assert subject.run(folder, "killed", random, point) == KILLED, log.read_text()
+        tally.kills[place] += 1
     # also if the run was finished: its last checkpoint may have been damaged
-    assert _launch(pipeline, _command(recipe, killed), log) == 0, log.read_text()
-    assert_same_runs(whole, killed)
-    assert not [path for path in killed.rglob("*") if path.name.endswith(".tmp")]
+    assert subject.run(folder, "killed", random) == 0, log.read_text()
+    subject.compare(folder, "whole", "killed")
+    assert not [path for path in (folder / "killed").rglob("*") if path.name.endswith(".tmp")]
 
 
-def _launch(pipeline: Pipeline, words: list[str], log: Path, trap: Point | float | None = None, rank: int = 0) -> int:
-    return launch(words, log, trap) if pipeline.processes == 1 else launch_two(words, log, trap, rank)
-
-
-def _traps(random: Random) -> list[Point | float]:
-    """Draw one to three points at which a run is killed: inside a function, or after a number of seconds."""
+def _traps(subject: Subject, random: Random) -> list[Point | float]:
+    """Draw points at which a run is killed: inside a function, or after a number of seconds."""
     found: list[Point | float] = []
-    for _ in range(random.choice((1, 1, 2, 3))):
-        place = random.choice((*PLACES, "any moment"))
+    for _ in range(random.randint(3, 6)):
+        place = random.choice((*subject.places, "any moment"))
         if place == "any moment":
-            found.append(random.uniform(0.02, LONGEST))
+            found.append(random.uniform(0.02, subject.longest))
         else:
             lines = int(10 ** random.uniform(0, 2.7)) - 1
-            found.append(Point(place, random.randint(1, max(1, PLACES[place] // 2)), lines))
+            found.append(Point(place, random.randint(1, max(1, subject.places[place] // 2)), lines))
     return found
 
 
@@ -168,9 +203,9 @@ def _command(recipe: Path, run: Path) -> list[str]:
     return ["train", str(recipe), "--out", str(run)]
 
 
-def _damage(run: Path, random: Random) -> int:
+def _damage(store: Path, random: Random) -> int:
     """Truncate the newest checkpoint or flip one of its bits; return the number of damaged checkpoints."""
-    paths = Store(run / "checkpoints").paths()
+    paths = Store(store).paths()
     if not paths:
         return 0
     content = bytearray(paths[0].read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from equipoise.deploy.coding import decode, encode
 from equipoise.errors import UserError
-from equipoise.runtime.gaps import decode_gaps, encode_gaps
+from equipoise.runtime.indices import decode_gaps, encode_gaps
 
 
 def walked(codes: np.ndarray[Any, Any]) -> list[int]:
@@ -110,6 +111,89 @@ def test_a_full_weight_has_no_gaps_and_a_sparse_one_few_bytes() -> None:
     active = sparse["values"].numel()
     assert sparse["gaps"].nbytes < 1.15 * active
     assert sparse["values"].nbytes == 4 * active
+
+
+def structured_weight(pattern: str, density: float, shape: tuple[int, ...] = (64, 32, 3, 3)) -> Tensor:
+    """A weight with a random mask of a pattern, which is cut out block by block."""
+    weight, (outputs, inputs) = sparse_weight(shape, 1.0, 0).numpy(), shape[:2]
+    rng = np.random.default_rng(0)
+    if ":" in pattern:
+        for o, g, *k in itertools.product(range(outputs), range(inputs // 4), range(3), range(3)):
+            weight[(o, 4 * g + rng.permutation(4)[:2], *k)] = 0
+        return torch.from_numpy(weight)
+    rows, columns = map(int, pattern.split("x"))
+    for o, i, *k in itertools.product(range(0, outputs, rows), range(0, inputs, columns), range(3), range(3)):
+        if rng.random() >= density:
+            weight[(slice(o, o + rows), slice(i, i + columns), *k)] = 0
+    return torch.from_numpy(weight)
+
+
+@pytest.mark.parametrize("values", ["float32", "bf16", "int8"])
+@pytest.mark.parametrize("pattern", ["2:4", "16x1", "4x4", "32x32", "2x8"])
+def test_patterns_come_back_exactly(pattern: str, values: str) -> None:
+    weight = structured_weight(pattern, 0.1)
+    parts = encode(weight, values)
+    plain = decode(encode(weight, values, gaps_only=True), tuple(weight.shape))
+    assert torch.equal(decode(parts, tuple(weight.shape)), plain)
+    assert values != "float32" or torch.equal(plain, weight)
+
+
+def test_two_of_four_take_nine_sixteenths_of_dense_in_bf16() -> None:
+    weight = structured_weight("2:4", 0.5)
+    parts = encode(weight, "bf16")
+    assert sum(part.nbytes for part in parts.values()) == weight.numel() * 2 * 9 // 16
+    assert set(parts) == {"values", "bitmap"}
+
+
+@pytest.mark.parametrize(("pattern", "block"), [("16x1", [16, 1]), ("4x4", [4, 4]), ("32x32", [32, 32])])
+def test_blocks_have_nearly_no_index(pattern: str, block: list[int]) -> None:
+    """At most one byte for each block of weights."""
+    weight = structured_weight(pattern, 0.1)
+    active = int((weight != 0).sum())
+    parts = encode(weight, "bf16")
+    assert parts["block"].tolist() == block
+    assert parts["values"].numel() == active
+    assert sum(part.nbytes for part in parts.values()) <= active * 2 + active // np.prod(block) + 8
+
+
+def test_an_unstructured_weight_has_no_blocks_and_a_block_keeps_its_zeros() -> None:
+    assert "block" not in encode(sparse_weight((64, 64), 0.1, 0))
+    weight = structured_weight("16x1", 0.1)
+    row, column = (int(at[0]) for at in np.nonzero(weight[:, :, 0, 0].numpy()))
+    weight[row, column, 0, 0] = 0  # a trained weight may become exactly zero
+    parts = encode(weight)
+    assert parts["block"].tolist() == [16, 1]
+    assert torch.equal(decode(parts, tuple(weight.shape)), weight)
+
+
+BITMAP = {"values": torch.tensor([1.0, 2.0]), "bitmap": torch.tensor([0b00010100], dtype=torch.uint8)}
+BLOCKS = {"values": torch.tensor([1.0, 2.0]), "gaps": torch.tensor([1], dtype=torch.uint8),
+          "block": torch.tensor([2, 1], dtype=torch.int32)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("good", "change", "told"),
+    [
+        (BITMAP, {"bitmap": torch.tensor([1, 1], dtype=torch.uint8)}, "its bitmap must have 1 bytes for 6 blocks"),
+        (BITMAP, {"bitmap": torch.tensor([20], dtype=torch.int8)}, "its bitmap must have 1 bytes"),
+        (BITMAP, {"bitmap": torch.tensor([16], dtype=torch.uint8)}, "1 indices for 2 values"),
+        (BITMAP, {"gaps": torch.tensor([3, 1], dtype=torch.uint8)}, "either gaps or a bitmap"),
+        (BLOCKS, {"gaps": None}, "either gaps or a bitmap"),
+        (BLOCKS, {"block": torch.tensor([2, 2], dtype=torch.int32)}, "blocks of 2x2 in a weight of 2 outputs and 3"),
+        (BLOCKS, {"block": torch.tensor([0, 1], dtype=torch.int32)}, "two int32"),
+        (BLOCKS, {"block": torch.tensor([2, 1])}, "two int32"),
+        (BLOCKS, {"gaps": torch.tensor([3], dtype=torch.uint8)}, "index 3 of 3"),
+        (BLOCKS, {"values": torch.ones(3)}, "1 indices for 3 values"),
+    ],
+)
+def test_indices_that_do_not_fit_are_refused(
+    good: dict[str, Tensor], change: dict[str, Tensor | None], told: str
+) -> None:
+    expected = [[0, 0, 0], [1, 0, 2]] if good is BITMAP else [[0, 1, 0], [0, 2, 0]]
+    assert decode(good, (2, 3)).tolist() == expected
+    parts = {name: tensor for name, tensor in {**good, **change}.items() if tensor is not None}
+    with pytest.raises(UserError, match=told):
+        decode(parts, (2, 3))
 
 
 GOOD = {"values": torch.tensor([1.0, 2.0]), "gaps": torch.tensor([3, 1], dtype=torch.uint8)}  # indices 3 and 5 of 6

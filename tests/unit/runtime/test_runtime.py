@@ -128,6 +128,22 @@ def custom_file(model: nn.Module, x: Tensor, folder: Path) -> Path:
     return folder / "custom.safetensors"
 
 
+def test_blocks_and_bitmaps(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3, groups=2), nn.Flatten(), nn.Linear(256, 8)
+    )
+    with torch.no_grad():
+        model[0].weight *= torch.rand(8, 3, 3, 3) < 0.6
+        model[2].weight *= (torch.rand(4, 2, 3, 3) < 0.2).repeat_interleave(4, 0).repeat_interleave(2, 1)
+        model[4].weight *= (torch.rand(2, 32) < 0.3).repeat_interleave(4, 0).repeat_interleave(8, 1)
+    x = torch.rand(9, 3, 8, 8)
+    path = custom_file(model.eval(), x, tmp_path)
+    assert {name.rpartition("/")[2] for name in read(path)[1]} >= {"bitmap", "block"}
+    with torch.no_grad():
+        np.testing.assert_allclose(load(path)(x.numpy()), model(x).numpy(), rtol=1e-4, atol=1e-6)
+
+
 def test_shape_and_classes(small: Path) -> None:
     net = load(small)
     assert net.input_shape == (1, 8, 8)
@@ -254,7 +270,7 @@ WEIGHT = "features.4.weight"
         (lambda t: t["classifier.bias"].fill_(torch.nan), "not finite"),
         (lambda t: t["program/0/scale"].fill_(torch.nan), "not finite"),
         (lambda t: t.update({"classifier.bias": torch.ones(9)}), "the network needs [10]"),
-        (lambda t: t.pop(f"{WEIGHT}/gaps"), "values for"),
+        (lambda t: t.pop(f"{WEIGHT}/gaps"), "for 18432 weights"),
         (lambda t: t.pop(f"{WEIGHT}/values"), "no tensor"),
         (lambda t: t.pop("classifier.bias"), 'no tensor "classifier.bias"'),
         (lambda t: t.update({"classifier.bias": torch.ones(10).double()}), "of another type"),

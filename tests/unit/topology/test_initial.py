@@ -134,6 +134,19 @@ def test_attaching_to_a_sparse_model_loses_no_weight(name: str) -> None:
     assert all(torch.equal(mask, masks[key]) for key, mask in second.masks.items())
 
 
+@pytest.mark.parametrize("pattern", ["", "2:4"])
+def test_the_largest_weights_of_a_dense_model(pattern: str) -> None:
+    model = nn.Linear(8, 6)
+    weight = model.weight.detach().clone().numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        algorithm = Static(sparsity=0.5, initial_mask="largest", pattern=pattern)
+        topology = algorithm.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    groups = np.abs(weight).reshape(-1, 4 if pattern else weight.size)
+    expected = groups >= np.median(groups, axis=1, keepdims=True)
+    np.testing.assert_array_equal(topology.masks["weight"].numpy(), expected.reshape(weight.shape))
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_fine_tuning_a_pruned_model(storage: str) -> None:
     """`from_nonzeros` has the counts of the model, and its zeros stay zero."""
@@ -187,5 +200,5 @@ def test_wrong_use_is_one_line() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UserError, match='"nonzeros": none of the chosen weights is zero; load the pruned weights'):
         Static.from_nonzeros().attach(model, optimizer)
-    with pytest.raises(UserError, match='initial_mask="dense": expected "nonzeros" or "random"'):
+    with pytest.raises(UserError, match='initial_mask="dense": expected "nonzeros", "random" or "largest"'):
         Static(initial_mask="dense")  # type: ignore[arg-type]

@@ -67,5 +67,17 @@ def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_the_catalogue_describes_every_algorithm() -> None:
     lines = ALGORITHMS.describe()
-    assert set(lines) == {"dense", "static", "set", "rigl", "snfs", "mest", "gmp", "granet", "bsr-net"}
+    assert set(lines) == {
+        "dense",
+        "static",
+        "set",
+        "rigl",
+        "srigl",
+        "snfs",
+        "mest",
+        "gmp",
+        "granet",
+        "sr-ste",
+        "bsr-net",
+    }
     assert all(lines.values())

@@ -19,43 +19,8 @@ from torch import nn
 import equipoise as eq
 from equipoise.config import parse_yaml
 from equipoise.errors import UserError
-from equipoise.topology.pattern import NM, Block, FanIn, Pattern, Transposable, parse_pattern
-
-Groups = list[list[list[tuple[int, ...]]]]  # groups of units of indices
-
-
-def groups_of(pattern: str, shape: tuple[int, ...]) -> Groups:
-    """Groups and units of a weight, index by index."""
-    outputs, inputs, *kernel = shape
-    places = list(itertools.product(*map(range, kernel)))
-    if pattern.startswith("transposable"):  # rows and columns of tiles
-        return groups_of(pattern.split()[1], shape) + _columns(int(pattern.split(":")[1]), shape)
-    if pattern == "fan_in":
-        return [[[(o, i, *k)] for i in range(inputs) for k in places] for o in range(outputs)]
-    if ":" in pattern:
-        m = int(pattern.split(":")[1])
-        starts = itertools.product(range(outputs), places, range(0, inputs, m))
-        return [[[(o, i + j, *k)] for j in range(m)] for o, k, i in starts]
-    rows, columns = map(int, pattern.split("x"))
-    blocks = itertools.product(range(0, outputs, rows), range(0, inputs, columns), places)
-    return [[[(o + a, i + b, *k) for a in range(rows) for b in range(columns)] for o, i, k in blocks]]
-
-
-def _columns(m: int, shape: tuple[int, ...]) -> Groups:
-    outputs, inputs, *kernel = shape
-    starts = itertools.product(range(0, outputs, m), range(inputs), itertools.product(*map(range, kernel)))
-    return [[[(o + j, i, *k)] for j in range(m)] for o, i, k in starts]
-
-
-def counts_in_groups(mask: NDArray[np.bool_], pattern: str) -> list[int]:
-    """Active units of every group; fails if a unit is active in part."""
-    found = []
-    for group in groups_of(pattern, mask.shape):
-        on = [{bool(mask[index]) for index in unit} for unit in group]
-        assert all(len(values) == 1 for values in on)
-        found.append(sum(values == {True} for values in on))
-    return found
-
+from equipoise.topology.pattern import NM, Block, Butterfly, FanIn, Pattern, Transposable, parse_pattern
+from pattern_helpers import Groups, counts_in_groups, groups_of
 
 CASES = [("2:4", (3, 8)), ("1:4", (2, 4, 2, 1)), ("4:8", (2, 16)), ("fan_in", (3, 2, 2, 2)), ("2x3", (4, 6)),
          ("4x1", (8, 3, 1, 2))]  # fmt: skip
@@ -306,6 +271,11 @@ def test_a_resumed_run_is_the_same_to_the_bit() -> None:
         (lambda: eq.RigL(pattern="4:4", sparsity=0.5), 'pattern="4:4": n:m has fewer active weights than weights'),
         (lambda: eq.RigL(pattern="2:4"), 'sparsity=0.9: pattern="2:4" has sparsity=0.5'),
         (lambda: eq.RigL(pattern="butterfly"), 'pattern="butterfly": expected "2:4", "transposable 2:4"'),
+        (
+            lambda: eq.RigL(pattern="butterfly 4x4"),
+            'pattern="butterfly 4x4": its mask never changes; use the topology',
+        ),
+        (lambda: eq.SRSTE(pattern="butterfly 4x4"), 'pattern="butterfly 4x4": its mask never changes'),
         (lambda: eq.RigL(pattern="1x1"), 'pattern="1x1": a block has several weights'),
         (lambda: eq.RigL(pattern="0x4"), 'pattern="0x4": a block has several weights'),
         (lambda: eq.RigL(pattern="16x1", min_fan_in=2), "min_fan_in=2: not with pattern"),
@@ -325,10 +295,45 @@ def test_blocks_larger_than_every_weight() -> None:
         eq.Static(pattern="16x1").attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize(
+    ("shape", "block", "sparsity", "strides"),
+    [
+        ((32, 32), (4, 4), 0.9, 0),
+        ((32, 32), (4, 4), 0.6, 2),
+        ((32, 32), (4, 4), 0.0, 3),
+        ((32, 64, 3, 3), (4, 8), 0.5, 3),
+        ((16, 64), (4, 4), 0.5, 1),
+        ((48, 8), (4, 2), 0.2, 2),
+    ],
+)
+def test_the_butterfly_block_by_block(
+    shape: tuple[int, ...], block: tuple[int, int], sparsity: float, strides: int
+) -> None:
+    """Block (i, j) is active if i = j or i xor j is one of the first powers of two."""
+    layer: Any = nn.Conv2d(shape[1], shape[0], 3) if len(shape) == 4 else nn.Linear(shape[1], shape[0])
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    options: dict[str, Any] = {"distribution": [1 - sparsity], "sparsity": 0.5}
+    topology = eq.Static(pattern=f"butterfly {block[0]}x{block[1]}", **options).attach(layer, optimizer)
+    rows, columns = shape[0] // block[0], shape[1] // block[1]
+    small = min(rows, columns)
+    expected = np.zeros(shape, bool)
+    for i, j in itertools.product(range(rows), range(columns)):
+        if i % small == j % small or any(i % small ^ j % small == 2**k for k in range(strides)):
+            expected[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]] = True
+    np.testing.assert_array_equal(topology.masks["weight"].numpy(), expected)
+    assert expected.sum() == (1 + strides) * math.prod(shape) // small == topology.active
+
+
+def test_a_butterfly_of_blocks_that_are_no_power_of_two() -> None:
+    model = nn.Linear(48, 48)
+    with pytest.raises(UserError, match='"butterfly 16x16": "weight" \\(3 blocks are no power of two\\)'):
+        eq.Static(pattern="butterfly 16x16").attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_yaml_reads_a_pattern_as_text() -> None:
     assert parse_yaml("{pattern: 2:4, steps: 12, rate: 1.5}", "x") == {"pattern": "2:4", "steps": 12, "rate": 1.5}
 
 
-@pytest.mark.parametrize("pattern", [NM(2, 4), Transposable(2, 4), Block(16, 1), FanIn()])
+@pytest.mark.parametrize("pattern", [NM(2, 4), Transposable(2, 4), Block(16, 1), Butterfly(8, 4), FanIn()])
 def test_patterns_are_written_as_they_are_read(pattern: Pattern) -> None:
     assert parse_pattern(str(pattern)) == pattern

@@ -322,6 +322,17 @@ def test_the_last_few_and_the_best_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_a_save_that_was_interrupted_before_it_removed_old_ones_is_completed(tmp_path: Path) -> None:
+    for step in range(1, 4):
+        save(tmp_path / f"step-{step:09d}.safetensors", {"step": step})
+    (tmp_path / ".best.safetensors.0.tmp").touch()
+    store = Store(tmp_path, keep=1)
+    store.tidy(7)
+    assert len(list(tmp_path.iterdir())) == 4
+    store.tidy(3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000003.safetensors"]
+
+
 def test_the_best_is_kept_where_files_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_links(*_: Any) -> None:
         raise PermissionError

@@ -53,6 +53,24 @@ def test_replayed_steps_are_eager_steps(case: Case) -> None:
     assert engine.replays > 0
 
 
+@pytest.mark.parametrize("correction", ["sgd", "agent"])
+def test_sr_ste_is_replayed(correction: str) -> None:
+    """The masks change inside the recorded functions."""
+
+    def run(engine: Engine) -> Trainer:
+        chosen = {"topology": {"name": "sr-ste"}, "optimizer": {"name": "sgd", "lr": 0.05}, "device": "cpu"}
+        trainer = Trainer(make_recipe(BASE | chosen | {"correction": correction, "epochs": 3}), engine=engine)
+        while trainer.epoch < 3:
+            trainer.run_epoch()
+        return trainer
+
+    engine = ReplayEngine()
+    replayed, eager = run(engine), run(FixedAddressEngine())
+    assert_same(replayed, eager)
+    assert engine.replays > 0
+    assert eager.parts.topology.exploration > 0.5
+
+
 def test_a_smaller_last_batch_is_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BASE, "data", {**BASE["data"], "batch": 500})
     case = ("set", "recompute", "adam", "trades")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from equipoise.correction import Agent
 from equipoise.data import Augment
 from equipoise.errors import UserError
 from equipoise.lr_schedule import Fast, Piecewise
+from equipoise.models import MODELS
 from equipoise.objectives import Standard
 from equipoise.studies.design import read_study
-from equipoise.topology import ALGORITHMS, SET, Dense, Dynamic, GraNet, RigL
+from equipoise.topology import ALGORITHMS, SET, Dense, Dynamic, GraNet, RigL, SRigL
+from equipoise.topology.initial import plan_layers
 from equipoise.training.optimizers import AdamWOptions, SGDOptions
 from equipoise.training.recipe import (
     KEYS,
@@ -119,9 +122,9 @@ def test_every_key_reaches_its_part() -> None:
         ({"data": {"name": "digits", "augment": {"padd": 1}}}, 'data.augment: no option is called "padd"'),
         ({"topology": "rigel"}, 'no topology is called "rigel"; did you mean "rigl"?'),
         ({"topology": {"name": "set", "sparsity": 1.2}}, "topology: sparsity=1.2"),
-        ({"topology": "dense-itop"}, 'topology: "dense" never changes, so there is no "dense-itop"'),
+        ({"topology": "dense-itop"}, 'topology: "dense" has no schedule of updates, so there is no "dense-itop"'),
         ({"topology": "rigl-itop-itop"}, 'no topology is called "rigl-itop"'),
-        ({"topology": "dense-fast"}, 'topology: "dense" never changes, so there is no "dense-fast"'),
+        ({"topology": "dense-fast"}, 'topology: "dense" has no schedule of updates, so there is no "dense-fast"'),
         ({"topology": {"name": "rigl", "every": 2.5}}, "topology: every=2.5: a whole number of steps, or a fraction"),
         ({"objective": "att"}, 'no objective is called "att"'),
         ({"correction": {"name": "agent", "gamma": 2}}, "correction: gamma=2.0 must be between 0 and 1"),
@@ -151,7 +154,7 @@ def test_fast_names_take_the_budgets_schedule(name: str) -> None:
     made = make_recipe({"topology": {"name": f"{name}-fast", "sparsity": 0.5, "until": 0.9}}).topology
     assert made == cls.fast(sparsity=0.5, until=0.9)
     assert isinstance(made, Dynamic)
-    assert (made.distribution, made.every, made.min_fan_in) == ("er", 0.02, 1)
+    assert (made.distribution, made.every, made.min_fan_in) == ("er", 0.02, 0 if made.pattern else 1)
     assert make_recipe(override(f"topology={name}-fast", "topology.every=9")).topology == cls.fast(
         sparsity=0.95, every=9
     )
@@ -391,7 +394,10 @@ def test_fast_goes_over_every_recipe_and_keeps_its_sparsity(base: str) -> None:
         seed=4,
         initial_sparsity="auto",
         every=0.02,
-        min_fan_in=1,
+        pattern=before.topology.pattern,
+        min_fan_in=0 if before.topology.pattern else 1,
+        dense_first=before.topology.dense_first,
+        dense_last=before.topology.dense_last,
     )
     assert after.schedule == Fast()
     assert (after.epochs, after.optimizer, after.data) == (before.epochs, before.optimizer, before.data)
@@ -405,6 +411,29 @@ def test_fast_starts_with_ten_times_the_weights(name: str, sparsity: float, star
     recipe = make_recipe(apply_overrides(read_recipe(name), [f"topology.sparsity={sparsity}"]))
     assert isinstance(recipe.topology, GraNet)
     assert recipe.topology.start == pytest.approx(start)
+
+
+@pytest.mark.parametrize(
+    ("name", "dense"),
+    [
+        ("resnet18-2to4", "conv1.weight"),
+        ("vgg_c-block", "classifier.6.weight"),
+        ("vgg_c-srigl", "classifier.6.weight"),
+    ],
+)
+def test_structured_recipes_fit_their_models(name: str, dense: str) -> None:
+    recipe = make_recipe(read_recipe(name))
+    model = MODELS[recipe.model](classes=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no weight stays dense because it does not divide
+        plan = plan_layers(recipe.topology, model)
+    chosen = [n for n, p in model.named_parameters() if p.dim() > 1 and n.removeprefix("normalize.") == n]
+    assert {layer.name for layer in plan} == set(chosen) - {dense}
+    density = sum(layer.final for layer in plan) / sum(layer.weight.numel() for layer in plan)
+    assert density == pytest.approx(1 - recipe.topology.sparsity, rel=0.01)
+    assert recipe.topology.pattern == {"resnet18-2to4": "2:4", "vgg_c-block": "16x1"}.get(name, "fan_in")
+    assert isinstance(recipe.topology, SRigL if name == "vgg_c-srigl" else GraNet)
+    assert make_recipe(read_recipe(name, "agent")).topology == recipe.topology
 
 
 def test_the_budget_of_a_fast_recipe_sets_its_schedules() -> None:

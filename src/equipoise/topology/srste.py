@@ -1,0 +1,118 @@
+"""SR-STE: train dense latent weights through their projection on a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import UserError
+from equipoise.storage.masked import ACTIVE, DROPPED, MaskedWeight
+from equipoise.storage.sparse_weight import SparseWeight
+from equipoise.topology.algorithm import Algorithm
+from equipoise.topology.pattern import Pattern, parse_pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class SRSTE(Algorithm):
+    """SR-STE (Zhou et al. 2021): dense latent weights, of which every pass uses the largest of each group.
+
+    The model computes with w̃ = mask⊙w; the mask has the largest |w| that the pattern allows. The gradient at w̃ is
+    used for all latent weights w (straight-through), and those that are not in use decay:
+    w ← w - η·(g(w̃) + λ·(1-mask)⊙w). The mask is renewed after every step. Any optimizer makes the step; its momentum
+    and weight decay are those of the latent weights.
+
+    The parameters hold w̃, so that the model has the pattern at any time, and the topology holds w: one more dense
+    tensor, which a checkpoint stores. Clipping sees the gradient of the active weights and scales that of the others
+    by the same factor. A gradient correction corrects the active weights. Masked storage only.
+
+    Args:
+        decay: λ, the decay of weights that are not in use; λ·w is added to their gradient.
+    """
+
+    sparsity: float = 0.5
+    pattern: str = "2:4"
+    initial_mask: Literal["nonzeros", "random", "largest"] = field(default="largest", init=False)
+    decay: float = 2e-4
+
+    dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "always"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.pattern:
+            raise UserError('pattern="": SR-STE projects on a pattern, such as "2:4"')
+        if self.decay < 0:
+            raise UserError(f"decay={self.decay}: λ of λ·(1-mask)⊙w must not be negative")
+
+    def packing_obstacle(self) -> str:
+        return "SR-STE trains the inactive weights too"
+
+
+class LatentWeights:
+    """The latent weights of SR-STE, which are the `memory` of the sparse weights.
+
+    Nothing here reads a value from the device, so that a CUDA graph can capture `project`.
+
+    Args:
+        algorithm: SR-STE.
+        layers: The sparse weights, not yet masked.
+    """
+
+    def __init__(self, algorithm: SRSTE, layers: Sequence[MaskedWeight]) -> None:
+        pattern = parse_pattern(algorithm.pattern)
+        assert pattern is not None
+        self._pattern: Pattern = pattern
+        self._decay = algorithm.decay
+        self._layers = list(layers)
+        for layer in layers:
+            layer.memory = layer.parameter.detach().clone()
+
+    def activity_of(self, stepped: Tensor) -> Tensor | None:
+        """The mask of a tensor that the optimizer steps; `None` if it has none."""
+        found = (layer.masked.activity for layer in self._layers if layer.masked.tensor is stepped)
+        return next(found, None)
+
+    @torch.no_grad()
+    def lift(self, ratio: Tensor | None, loss_scale: Tensor | None) -> None:
+        """Make the parameters the latent weights, with the gradients of all of them, before an optimizer step.
+
+        Args:
+            ratio: Factor by which the recorded gradients exceed `.grad`; `None` if there is none.
+            loss_scale: Factor by which `.grad` exceeds the gradient that the optimizer uses; `None` if there is none.
+        """
+        for layer in self._layers:
+            on, weight, latent = layer.mask(), layer.parameter.detach(), layer.memory
+            assert latent is not None
+            # An active weight is taken from the parameter, which a user may have changed.
+            weight.copy_(torch.where(on, weight, latent))
+            if layer.stepped.grad is None:
+                continue
+            gradient, inactive = layer.view(layer.stepped.grad), self._decay * weight
+            if loss_scale is not None:
+                inactive = inactive * loss_scale.to(inactive)
+            if layer.growth is not None:
+                recorded = layer.growth.to(gradient)
+                inactive = inactive + (recorded if ratio is None else recorded / ratio.to(recorded))
+            gradient.copy_(torch.where(on, gradient, inactive))
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Remember the latent weights after an optimizer step, renew the masks, and set inactive weights to zero."""
+        for layer in self._layers:
+            weight = layer.parameter.detach()
+            assert layer.memory is not None
+            layer.memory.copy_(weight)
+            on = self._pattern.largest_mask(weight.abs().reshape(-1), layer.final, weight.shape)
+            activity = layer.activity
+            activity.copy_(torch.where(on, ACTIVE, activity.masked_fill(activity == ACTIVE, DROPPED)))
+            layer.hide_inactive(weight)
+
+
+def make_latent(algorithm: Algorithm, layers: Sequence[SparseWeight]) -> LatentWeights | None:
+    """The latent weights of SR-STE; `None` for other algorithms."""
+    if not isinstance(algorithm, SRSTE) or not layers:
+        return None
+    return LatentWeights(algorithm, [layer for layer in layers if isinstance(layer, MaskedWeight)])
