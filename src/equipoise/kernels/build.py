@@ -84,11 +84,16 @@ def _compile(compiler: str, flags: list[str], target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             output = Path(folder) / target.name
-            command = [compiler, *flags, "-shared", "-o", str(output), *map(str, _sources())]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                first = next(iter(done.stderr.strip().splitlines()), "no message")
-                raise Unavailable(f"{compiler} could not build the kernels: {first}")
+            objects = [str(Path(folder, source.name).with_suffix(".o")) for source in _sources()]
+            linked = [flag for flag in flags if flag != "-fopenmp"]  # which would link libgomp
+            for command in (
+                [compiler, *flags, "-c", *map(str, _sources())],
+                [compiler, *linked, "-shared", "-o", str(output), *objects],
+            ):
+                done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+                if done.returncode:
+                    first = next(iter(done.stderr.strip().splitlines()), "no message")
+                    raise Unavailable(f"{compiler} could not build the kernels: {first}")
             os.replace(output, target)
     except OSError as problem:
         raise Unavailable(f"cannot write the kernel cache {target.parent}: {problem}") from None

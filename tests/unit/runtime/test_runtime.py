@@ -164,6 +164,7 @@ if sys.argv[3] == "alone":
     assert build.openmp_runtime() is None
 net = load(sys.argv[1], threads=2)
 np.save(sys.argv[2], net(np.load(sys.argv[2])))
+assert ("gomp" in open("/proc/self/maps").read()) == (sys.argv[3] == "system")
 unwanted = [name for name in ("torch", "safetensors", "yaml", "scipy") if name in sys.modules]
 print(json.dumps({"unwanted": unwanted, "threads": load(sys.argv[1]).threads, "seconds": seconds}))
 """

@@ -5,10 +5,9 @@
 #include <omp.h>
 #include <pthread.h>
 /* Weak: without an OpenMP runtime in the process they are NULL, and everything runs in the calling thread. */
-#pragma weak omp_get_thread_num
-#pragma weak omp_get_num_threads
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma weak GOMP_parallel
+extern int omp_get_num_threads(void) __attribute__((weak));
+#if defined(__ELF__) && defined(__GNUC__) && !defined(__clang__)
+__asm__(".weak GOMP_parallel\n.weak omp_get_thread_num"); /* GCC has them built in, and ignores the attribute */
 #endif
 #endif
 
