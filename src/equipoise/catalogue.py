@@ -10,10 +10,12 @@ import difflib
 import importlib
 import traceback
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from equipoise.errors import UserError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -82,6 +84,8 @@ class Catalogue(dict[str, T]):
         return lines
 
     def _plugins(self) -> dict[str, EntryPoint]:
+        from importlib.metadata import entry_points  # takes longer to import than the rest of the module
+
         found = entry_points(group=f"equipoise.{self.group}") if self.group else ()
         return {point.name: point for point in found}
 

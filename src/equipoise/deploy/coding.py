@@ -7,25 +7,23 @@ weight. They are coded as gaps between blocks with a nonzero, or as a bitmap of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
-from equipoise.storage.bitmap import get_bits, pack_bits
+from equipoise.runtime.indices import INDICES, decode_indices, divides, encode_gaps
+from equipoise.storage.bitmap import pack_bits
 from equipoise.topology.pattern import Block
 
-INDICES = ("gaps", "bitmap", "block")
 PARTS = {"values", "scale", *INDICES}
 VALUES: Catalogue[torch.dtype] = Catalogue(
     "type of values", {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 )
-GAP_TYPES = (np.uint8, np.uint16)
 LARGEST_INT8 = 127
 
 
@@ -49,7 +47,7 @@ def encode(weight: Tensor, values: str = "float32", gaps_only: bool = False) -> 
     block = (1, 1)
     while not gaps_only:
         larger = [
-            size for size in ((2 * block[0], block[1]), (block[0], 2 * block[1])) if _divides(size, weight.shape)
+            size for size in ((2 * block[0], block[1]), (block[0], 2 * block[1])) if divides(size, weight.shape)
         ]
         coded = [(_in_blocks(rounded, size), size) for size in larger]
         better = [(parts, size) for parts, size in coded if _bytes(parts) < _bytes(best)]
@@ -74,10 +72,6 @@ def _in_blocks(weight: Tensor, block: tuple[int, int], gaps_only: bool = False) 
 def _units(tensor: Tensor, block: tuple[int, int]) -> Tensor:
     """The elements of a tensor as (blocks, elements of a block)."""
     return tensor.reshape(-1, 1) if block == (1, 1) else Block(*block).arrange(tensor)[0]
-
-
-def _divides(block: tuple[int, int], shape: Sequence[int]) -> bool:
-    return shape[0] % block[0] == 0 and shape[1] % block[1] == 0
 
 
 def _bytes(parts: Mapping[str, Tensor]) -> int:
@@ -107,9 +101,9 @@ def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         raise UserError("int8 values have a scale, other values have none")
     count = math.prod(shape)
     flat = values.float()
-    if set(parts) & set(INDICES):
-        units = _units(torch.arange(count).view(shape), _block(parts, shape))
-        index = units[_active(parts, len(units), values.numel(), units.shape[1])].flatten()
+    coded = {part: _array(parts[part]) for part in INDICES if part in parts}
+    if coded:
+        index = torch.from_numpy(decode_indices(coded, shape, values.numel()))
         flat = torch.zeros(count).index_put_((index,), flat)
     if flat.numel() != count:
         raise UserError(f"it has {flat.numel()} values for {count} weights")
@@ -121,6 +115,11 @@ def decode(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
     if not weight.isfinite().all():
         raise UserError("it has values that are not finite")
     return weight
+
+
+def _array(part: Tensor) -> NDArray[Any]:
+    """The numbers of a tensor; numpy has no bf16, which indices do not have either."""
+    return part.float().numpy() if part.dtype is torch.bfloat16 else part.numpy()
 
 
 def decode_all(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -149,73 +148,3 @@ def decode_all(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
         except UserError as error:
             raise UserError(f'"{name}": {error}') from None
     return found
-
-
-def _block(parts: Mapping[str, Tensor], shape: Sequence[int]) -> tuple[int, int]:
-    """Outputs and inputs of a block."""
-    if "block" not in parts:
-        return 1, 1
-    block = parts["block"]
-    if block.shape != (2,) or block.dtype is not torch.int32 or int(block.min()) < 1 or int(block.prod()) == 1:
-        raise UserError("its block must be two int32, outputs and inputs")
-    outputs, inputs = block.tolist()
-    if not _divides((outputs, inputs), shape):
-        raise UserError(
-            f"it has blocks of {outputs}x{inputs} in a weight of {shape[0]} outputs and {shape[1]} inputs"
-        )
-    return outputs, inputs
-
-
-def _active(parts: Mapping[str, Tensor], count: int, values: int, elements: int) -> Tensor:
-    """Ascending indices of the blocks that have values."""
-    if ("gaps" in parts) == ("bitmap" in parts):
-        raise UserError("its indices must be either gaps or a bitmap")
-    index = _from_gaps(parts["gaps"], count) if "gaps" in parts else _from_bitmap(parts["bitmap"], count)
-    if len(index) * elements != values:
-        raise UserError(f"it has {len(index)} indices for {values} values")
-    return index
-
-
-def _from_gaps(gaps: Tensor, count: int) -> Tensor:
-    if gaps.dim() != 1 or gaps.dtype not in (torch.uint8, torch.uint16):
-        raise UserError("its gaps must be a vector of uint8 or uint16")
-    index = decode_gaps(gaps.numpy())
-    if len(index) and index[-1] >= count:  # ascending, so the last is the largest
-        raise UserError(f"it has a value at index {index[-1]} of {count}")
-    return torch.from_numpy(index)
-
-
-def _from_bitmap(bitmap: Tensor, count: int) -> Tensor:
-    if bitmap.dtype is not torch.uint8 or bitmap.shape != (-(-count // 8),):
-        raise UserError(f"its bitmap must have {-(-count // 8)} bytes for {count} blocks")
-    return get_bits(bitmap, count).nonzero().flatten()
-
-
-def encode_gaps(index: NDArray[np.int64]) -> NDArray[Any]:
-    """Code ascending indices as the number of zeros before each, in uint8 or uint16, whichever takes fewer bytes.
-
-    The largest number of the type stands for that number of zeros with no value after them. Longer gaps repeat it.
-    """
-    gaps = np.diff(index, prepend=-1) - 1
-    return min((_escape(gaps, kind) for kind in GAP_TYPES), key=lambda codes: codes.nbytes)
-
-
-def _escape(gaps: NDArray[np.int64], kind: type[np.uint8] | type[np.uint16]) -> NDArray[Any]:
-    escapes, rest = np.divmod(gaps, np.iinfo(kind).max)
-    ends = np.cumsum(escapes + 1)
-    codes = np.full(ends[-1] if len(ends) else 0, np.iinfo(kind).max, kind)
-    codes[ends - 1] = rest
-    return codes
-
-
-def decode_gaps(codes: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the indices that `encode_gaps` coded; any codes give ascending indices.
-
-    Raises:
-        UserError: If the codes end without a value.
-    """
-    ends = codes != np.iinfo(codes.dtype).max
-    if len(codes) and not ends[-1]:
-        raise UserError("its gaps end without a value")
-    zeros = np.cumsum(codes, dtype=np.int64)[ends]
-    return zeros + np.arange(len(zeros))

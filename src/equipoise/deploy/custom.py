@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.deploy.coding import VALUES, decode_all, encode
-from equipoise.deploy.packed_file import VERSION, WEIGHTS, read_file, write_file, written
+from equipoise.deploy.packed_file import WEIGHTS, read_file, write_file, written
 from equipoise.errors import UserError
+from equipoise.runtime.packed_arrays import VERSION
 from equipoise.storage.pack import unpack
 from equipoise.topology.selection import unwrap
 

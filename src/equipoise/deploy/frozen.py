@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import OrderedDict
 from contextlib import suppress
 from typing import Any, cast
@@ -16,17 +15,13 @@ from equipoise.deploy.program import Program, supports
 from equipoise.kernels import boundary
 from equipoise.kernels.blocked import as_float32, from_blocked, to_blocked
 from equipoise.kernels.library import LANES, available
+from equipoise.kernels.steps import FEW, most_blocks, round_up
 from equipoise.storage.blocked_graph import BLOCKED, blocked_graph
 from equipoise.storage.pack import dense_layers, use_blocked_norms
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
 from equipoise.storage.shortcut import Plan, Run, Shortcut
 from equipoise.storage.trace import Reading, read
 
-FEW = 8  # fewer images run faster plane by plane than side by side
-# Limits of the images that run through the whole network together. Many images share large steps and wake threads
-# seldom, but every step has a separate buffer: no more than those of 128 small images.
-POSITIONS = 128 * 32 * 32
-MOST_BLOCKS = 8
 MOST_PROGRAMS = 16  # compiled at a time; batches of all sizes of one image shape need at most 5
 
 
@@ -135,8 +130,8 @@ class Stretch:
         lanes = 1 if x.shape[0] < FEW else LANES
         shape = tuple(x.shape[1:])
         parts = [
-            self._program(shape, _round_up(-(-images.shape[0] // lanes)), lanes).run(images)
-            for images in x.split(1 if lanes == 1 else LANES * _most_blocks(shape))
+            self._program(shape, round_up(-(-images.shape[0] // lanes)), lanes).run(images)
+            for images in x.split(1 if lanes == 1 else LANES * most_blocks(shape))
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -150,17 +145,6 @@ class Stretch:
             while len(self._programs) > MOST_PROGRAMS:
                 self._programs.popitem(last=False)
         return program
-
-
-def _most_blocks(shape: tuple[int, ...]) -> int:
-    """Blocks that run together; a power of two."""
-    room = POSITIONS // (LANES * max(1, math.prod(shape[1:])))
-    return 1 << (min(max(room, 1), MOST_BLOCKS).bit_length() - 1)
-
-
-def _round_up(count: int) -> int:
-    """Round up to a power of two, so that batches of all sizes share few programs."""
-    return 1 << max(count - 1, 0).bit_length()
 
 
 def _evaluate(node: Node, values: dict[Node, Any], model: nn.Module) -> Any:

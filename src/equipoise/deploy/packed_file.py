@@ -2,13 +2,13 @@
 
 The header is JSON in the metadata, under `equipoise`: see `Header`. Biases and norms are tensors of their names. A
 weight is stored as `NAME/values`, its indices as `NAME/gaps` or `NAME/bitmap`, and `NAME/block` and `NAME/scale` if it
-has them (see `coding`). Reading a file executes no code from
-it: the model is looked up in the catalogue by its name.
+has them (see `coding`). Reading a file executes no code from it: the model is looked up in the catalogue by its name.
+`equipoise.runtime` needs no catalogue: it executes the calls in the header, whose constants are tensors named
+`program/NUMBER/scale` and `program/NUMBER/shift`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,15 +24,17 @@ from torch import Tensor, nn
 from equipoise.catalogue import names_code
 from equipoise.config import build
 from equipoise.deploy.blueprint import Blueprint, Network, foreign_buffers
-from equipoise.deploy.coding import INDICES, decode_all, encode
+from equipoise.deploy.coding import decode_all, encode
 from equipoise.deploy.fold import fold, restructure
+from equipoise.deploy.graph import read_graph
 from equipoise.errors import UserError
 from equipoise.files import written_whole
 from equipoise.models import MODELS
+from equipoise.runtime.calls import PREFIX
+from equipoise.runtime.indices import INDICES
+from equipoise.runtime.packed_arrays import KEY, VERSION, checksum
 
-KEY = "equipoise"
 WEIGHTS = "equipoise-weights"  # weights of a custom model: see `custom`
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,15 @@ class Header:
         version: Version of the format.
         network: The model.
         folded: Names of folded norms, and of the layers they were folded into.
+        program: The calls of the network for the runtime without torch, see `Calls`; `None` if it has operations that
+            the runtime does not have.
         digest: Checksum of everything else in the file.
     """
 
     version: int
     network: Blueprint
     folded: Mapping[str, str]
+    program: Mapping[str, Any] | None = None
     digest: str = ""
 
 
@@ -83,14 +88,25 @@ def write_packed(network: Network, path: Path, values: str = "float32") -> None:
     model = network.build()
     if foreign := foreign_buffers(model):
         raise UserError(f'"{foreign[0]}" is a buffer, which packed files do not store; use --format state_dict')
-    header = Header(VERSION, network.blueprint, fold(model))
-    tensors: dict[str, Tensor] = {}
+    folded = fold(model)
+    program, tensors = _program(model, network.blueprint.input_shape)
+    header = Header(VERSION, network.blueprint, folded, program)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             tensors[name] = parameter.detach().clone()
         else:
             tensors |= {f"{name}/{part}": tensor for part, tensor in encode(parameter, values).items()}
     write_file(path, KEY, asdict(header), tensors)
+
+
+def _program(model: nn.Module, input_shape: tuple[int, ...]) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """The calls of a model and their constants; none if the runtime cannot execute the model."""
+    try:
+        graph = read_graph(model, input_shape)
+    except UserError:
+        return None, {}
+    parameters = {name for name, _ in model.named_parameters()}
+    return (graph.calls.plain(), dict(graph.constants)) if graph.weights.keys() <= parameters else (None, {})
 
 
 def read_packed(path: Path, allow_code: bool = False) -> Unpacked:
@@ -197,6 +213,7 @@ def _maker(path: Path, key: str) -> str:
 
 
 def _unpack(header: Header, tensors: Mapping[str, Tensor]) -> Unpacked:
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
     blueprint = header.network
     model = blueprint.skeleton()
     restructure(model, header.folded)
@@ -213,10 +230,6 @@ def stored_values(tensors: Mapping[str, Tensor]) -> int:
 
 
 def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """Return a checksum of a header, without its `digest`, and of the names, types, shapes and bytes of tensors."""
-    checksum = hashlib.blake2b(json.dumps({**header, "digest": ""}, sort_keys=True).encode(), digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        checksum.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        checksum.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return checksum.hexdigest()
+    """Return the checksum of a header and tensors, see `checksum`."""
+    flat = {name: tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data for name, tensor in tensors.items()}
+    return checksum(header, {name: (str(t.dtype), t.shape, flat[name]) for name, t in tensors.items()})

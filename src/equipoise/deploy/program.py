@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from equipoise.deploy.fold import affine
-from equipoise.deploy.kernel_steps import KernelSteps
-from equipoise.kernels import operators
-from equipoise.kernels.arena import NO_BORDER
-from equipoise.kernels.blocked import fill_blocked, fill_plain
+from equipoise.kernels import library, operators
+from equipoise.kernels.geometry import NO_BORDER
+from equipoise.kernels.planes import Planes
 from equipoise.kernels.pool import Pool
+from equipoise.kernels.steps import KernelSteps
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
 
 # Options of a pass over planes that each operation stands for
@@ -36,9 +37,9 @@ class Program:
     """
 
     def __init__(self, nodes: list[Node], model: nn.Module, shape: tuple[int, ...], blocks: int, lanes: int) -> None:
-        self._lanes, self._model = lanes, model
+        self._model = model
         self._steps = KernelSteps(blocks, lanes)
-        self._values: dict[Node, Tensor] = {}
+        self._values: dict[Node, Planes] = {}
         self._folded: set[Node] = set()
         channels, height, width = {3: shape, 2: (shape[0], 1, shape[-1]), 1: (shape[0], 1, 1)}[len(shape)]
         border = cast("tuple[int, int]", nodes[0].kwargs.get("border", NO_BORDER))
@@ -47,23 +48,15 @@ class Program:
             if node not in self._folded:
                 self._add(node)
         self._dims = dimensions(nodes, len(shape) + 1)[nodes[-1]]
-        buffers = self._steps.buffers(self._values[nodes[0]], self._values[nodes[-1]])
-        self._pool = Pool(buffers.copy, first=[buffers])
+        self._input = self._values[nodes[0]].size
+        make = partial(self._steps.buffers, self._values[nodes[0]], self._values[nodes[-1]])
+        self._pool = Pool(make, first=[make()])
 
     def run(self, x: Tensor) -> Tensor:
         """Compute the output for a batch of at most `blocks * lanes` inputs. Threads may call this at the same time."""
-        images = x.shape[0]
+        images = x.detach().reshape(x.shape[0], *self._input).numpy()
         with self._pool.lend() as buffers:
-            x = x.reshape(images, *buffers.x.shape[1:4])
-            y = x.new_empty(images, *buffers.y.shape[1:4])
-            if images and self._lanes == 1:
-                buffers.x[..., 0].copy_(x)
-                buffers.run()
-                y.copy_(buffers.y[..., 0])
-            elif images:
-                fill_blocked(buffers.x, x)
-                buffers.run()
-                fill_plain(y, buffers.y[: -(-images // self._lanes)])
+            y = torch.from_numpy(buffers.compute(images, library.threads()))
         return {4: y, 3: y.squeeze(2), 2: y.flatten(1)}[self._dims]
 
     def _add(self, node: Node) -> None:
@@ -72,9 +65,9 @@ class Program:
         if isinstance(module, PackedLayer):
             self._add_layer(node, module)
         elif isinstance(module, BlockedBatchNorm):
-            module.check_channels(x.shape[1])
+            module.check_channels(x.size[0])
             scale, shift = affine(module, torch.float32)
-            self._values[node] = self._plane(x, {"scale": scale, "shift": shift, **options})
+            self._values[node] = self._plane(x, {"scale": scale.numpy(), "shift": shift.numpy(), **options})
         elif node.target is operators.avg_pool:
             self._values[node] = self._steps.mean(x, **options)
         elif node.target is operators.flatten:
@@ -83,10 +76,10 @@ class Program:
             residual = {"residual": node.args[1]} if node.target is operators.add else {}
             self._values[node] = self._plane(x, {**options, **POINTWISE[node.target], **residual})
 
-    def _source(self, node: Node) -> Tensor:
+    def _source(self, node: Node) -> Planes:
         return self._values[cast(Node, node.args[0])]
 
-    def _plane(self, x: Tensor, options: dict[str, Any]) -> Tensor:
+    def _plane(self, x: Planes, options: dict[str, Any]) -> Planes:
         if "residual" in options:
             options = {**options, "residual": self._values[options["residual"]]}
         return self._steps.plane(x, **options)
@@ -108,7 +101,8 @@ class Program:
         elif user is not None and user.target is operators.relu:
             last, options = user, {"relu": True, **user.kwargs}
         after = options if {"pool", "residual"} & options.keys() else {}
-        y = self._steps.conv(self._source(node), layer.pattern, values, bias, **({} if after else options))
+        numbers = (layer.pattern.index.numpy(), values.numpy(), None if bias is None else bias.numpy())
+        y = self._steps.conv(self._source(node), layer.shape, *numbers, **({} if after else options))
         self._values[last] = self._plane(y, after) if after else y
         self._folded.add(last)
 

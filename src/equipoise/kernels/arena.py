@@ -24,13 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from equipoise.kernels.geometry import NO_BORDER, Border
 from equipoise.kernels.huge_pages import FLOAT, zeros
 from equipoise.kernels.library import LANES
 
-Border = tuple[int, int]
 Shape = tuple[int, int, int, int]
 Key = tuple[Shape, Border]
-NO_BORDER: Border = (0, 0)
 IDLE_BYTES = 256 << 20  # may wait for its next use, whatever was lent
 WINDOW = 4096  # loans after which the most that was lent is measured again
 
@@ -41,7 +40,7 @@ class _Memory:
     def __init__(self, key: Key) -> None:
         self.key = key
         whole = _whole(key)
-        tensor = zeros(math.prod(whole)).view(whole)
+        tensor = torch.from_numpy(zeros(math.prod(whole))).view(whole)
         self.nbytes, self.steps = _nbytes(key), tensor.stride()
         _, (rows, columns) = key
         self.start = rows * self.steps[2] + columns * self.steps[3]

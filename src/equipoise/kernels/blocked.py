@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from equipoise.errors import UserError
 from equipoise.kernels import arena, boundary, library
-from equipoise.kernels.arena import NO_BORDER, Border
+from equipoise.kernels.geometry import NO_BORDER, Border
 from equipoise.kernels.library import LANES
 
 AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)

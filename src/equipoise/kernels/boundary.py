@@ -1,4 +1,4 @@
-"""The boundary to C: the only module that passes addresses of tensors to the kernels.
+"""The boundary to C: the only module that passes addresses of tensors to the kernels; `planes` has those of arrays.
 
 The kernels trust what they are given. A tensor is therefore checked before its address is taken: type, device, layout,
 number of elements, and that every element which a kernel reads or writes lies inside the memory of the tensor. Indices
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from equipoise.errors import UserError
 from equipoise.kernels.library import LANES, Map
-
-COLUMNS = 8  # floats in a vector of the kernels that run along planes
 
 
 def check_type(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32) -> None:
@@ -71,26 +69,23 @@ def as_vector(tensor: Tensor | None, count: int, name: str) -> Tensor | None:
     return tensor.contiguous()
 
 
-def describe(tensor: Tensor, lanes: int = LANES, column_step: int | None = None, whole_vectors: bool = False) -> Map:
+def describe(tensor: Tensor, column_step: int = LANES) -> Map:
     """Describe a blocked activation (blocks, channels, height, width, lanes).
 
     Args:
         tensor: The activation.
-        lanes: Images in a block: 16, or 1 for kernels that run along planes.
-        column_step: Floats from one column to the next; `lanes` by default.
-        whole_vectors: Whether the kernel writes whole vectors along a row, beyond its end.
+        column_step: Floats from one column to the next.
     """
     check_type(tensor, "activation", torch.float32)
-    if tensor.dim() != 5 or tensor.shape[4] != lanes:
-        raise UserError(f"a blocked activation has 5 dimensions, the last of {lanes}, not {list(tensor.shape)}")
-    (n, c, h, w, _), (sn, sc, sh, sw, one) = tensor.shape, tensor.stride()
-    if (one != 1 and lanes > 1) or (w > 1 and sw != (column_step or lanes)):
+    if tensor.dim() != 5 or tensor.shape[4] != LANES:
+        raise UserError(f"a blocked activation has 5 dimensions, the last of {LANES}, not {list(tensor.shape)}")
+    *steps, one = tensor.stride()
+    if one != 1 or (tensor.shape[3] > 1 and steps[3] != column_step):
         raise UserError(f"the lanes and columns of a blocked activation must be contiguous, not {tensor.stride()}")
     if tensor.numel():
-        columns = -(-w // COLUMNS) * COLUMNS if whole_vectors else w
-        last = (n - 1) * sn + (c - 1) * sc + (h - 1) * sh + (columns - 1) * sw + lanes - 1
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         _check_inside(tensor, 0, last, "activation")
-    return Map(tensor.data_ptr(), n, c, h, w, sn, sc, sh, sw)
+    return Map(tensor.data_ptr(), *tensor.shape[:4], *steps)
 
 
 def describe_images(tensor: Tensor, shape: tuple[int, ...]) -> Map:
@@ -104,9 +99,7 @@ def describe_images(tensor: Tensor, shape: tuple[int, ...]) -> Map:
     return Map(tensor.data_ptr(), *tensor.shape, *tensor.stride())
 
 
-def describe_source(
-    x: Tensor, out: torch.Size, stride: tuple[int, int], reach: tuple[int, int], lanes: int = LANES
-) -> Map:
+def describe_source(x: Tensor, out: torch.Size, stride: tuple[int, int], reach: tuple[int, int]) -> Map:
     """Describe the input of a convolution, with steps from one output position to the next.
 
     Args:
@@ -114,38 +107,19 @@ def describe_source(
         out: Shape of the output, blocked.
         stride: Rows and columns of `x` from one output position to the next.
         reach: Smallest and largest offset of a tap from the position of an output.
-        lanes: As in `describe`.
 
     Raises:
         UserError: If a tap would read outside the memory of `x`.
     """
-    described = describe(x, lanes)
+    described = describe(x)
     if x.shape[0] != out[0]:
         raise UserError(f"an input of {x.shape[0]} blocks does not fit an output of {out[0]}")
     described.sh *= stride[0]
     described.sw *= stride[1]
-    width = -(-out[3] // COLUMNS) * COLUMNS if lanes == 1 else out[3]
     if x.shape[1] and out.numel():  # an empty plane may have a border that is read
-        last = (out[0] - 1) * described.sn + (out[2] - 1) * described.sh + (width - 1) * described.sw
-        _check_inside(x, reach[0], last + reach[1] + lanes - 1, "activation")
+        last = (out[0] - 1) * described.sn + (out[2] - 1) * described.sh + (out[3] - 1) * described.sw
+        _check_inside(x, reach[0], last + reach[1] + LANES - 1, "activation")
     return described
-
-
-def moved(tensor: Tensor, old: Iterable[Tensor], new: Iterable[Tensor]) -> Tensor:
-    """Return the view of a chunk of `new` that corresponds to `tensor`, a view of a chunk of `old`."""
-    for before, after in zip(old, new, strict=True):
-        if before.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            start = tensor.storage_offset() - before.storage_offset() + after.storage_offset()
-            return after.as_strided(tensor.shape, tensor.stride(), start)
-    raise AssertionError("the tensor is not a view of these chunks")
-
-
-def move(maps: Iterable[Map], old: Iterable[Tensor], new: Iterable[Tensor]) -> None:
-    """Let descriptions of views of the chunks `old` describe the same views of the chunks `new`."""
-    pairs = [(before.data_ptr(), before.nbytes, after.data_ptr()) for before, after in zip(old, new, strict=True)]
-    for described in maps:
-        start, target = next((start, target) for start, size, target in pairs if 0 <= described.data - start < size)
-        described.data += target - start
 
 
 def _check_inside(tensor: Tensor, first: int, last: int, name: str) -> None:

@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
-import ctypes.util
+import ctypes
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("c")
 NAME = "_kernels.so"  # of the library that is built with the package
+SYSTEM_OPENMP = "libgomp.so.1"
 # OpenMP is compiled in but not linked: its symbols come from the runtime that torch has loaded (see library.py),
-# so that the process has one pool of threads.
+# so that the process has one pool of threads. Without a runtime the kernels run in one thread (see threads.c).
 FLAGS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 
 
@@ -81,22 +84,31 @@ def _compile(compiler: str, flags: list[str], target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             output = Path(folder) / target.name
-            command = [compiler, *flags, "-shared", "-o", str(output), *map(str, _sources())]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                first = next(iter(done.stderr.strip().splitlines()), "no message")
-                raise Unavailable(f"{compiler} could not build the kernels: {first}")
+            objects = [str(Path(folder, source.name).with_suffix(".o")) for source in _sources()]
+            linked = [flag for flag in flags if flag != "-fopenmp"]  # which would link libgomp
+            for command in (
+                [compiler, *flags, "-c", *map(str, _sources())],
+                [compiler, *linked, "-shared", "-o", str(output), *objects],
+            ):
+                done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+                if done.returncode:
+                    first = next(iter(done.stderr.strip().splitlines()), "no message")
+                    raise Unavailable(f"{compiler} could not build the kernels: {first}")
             os.replace(output, target)
     except OSError as problem:
         raise Unavailable(f"cannot write the kernel cache {target.parent}: {problem}") from None
 
 
-def openmp_runtime() -> str:
-    """Return the libgomp that torch runs on, else the one of the system."""
-    import torch
+def openmp_runtime() -> str | None:
+    """Return the libgomp of torch if torch is installed, else that of the system, else `None`.
 
-    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    found = str(bundled[0]) if bundled else ctypes.util.find_library("gomp")
-    if not found:
-        raise Unavailable("no OpenMP runtime (libgomp) found: neither torch nor the system has one")
-    return found
+    A process that uses the kernels and then imports torch thus has one pool of threads.
+    """
+    found = find_spec("torch")
+    folders = (found.submodule_search_locations if found else None) or ()
+    bundled = sorted(path for folder in folders for path in Path(folder, "lib").glob("libgomp*.so*"))
+    for name in (*map(str, bundled[:1]), SYSTEM_OPENMP):
+        with suppress(OSError):
+            ctypes.CDLL(name)
+            return name
+    return None

@@ -1,4 +1,4 @@
-"""The library of C kernels: its structures and signatures, and loading it."""
+"""The library of C kernels: its structures and signatures, and loading it. The runtime uses it without torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 3  # EQ_ABI in kernels.h
+ABI = 4  # EQ_ABI in kernels.h
 LANES = 16
 CHUNK = 64  # of tokens, in linear.c
 
@@ -68,6 +66,9 @@ class Step(ctypes.Structure):
         ("reach", c_int64),
         ("scale", c_void_p),
         ("shift", c_void_p),
+        ("window", c_int32 * 8),  # kernel, stride, padding, dilation
+        ("mean", c_int32),
+        ("count_padding", c_int32),
     ]
 
 
@@ -92,7 +93,8 @@ _ALLOCATING = {"eq_conv_grad", "eq_linear", "eq_linear_grad", "eq_pattern"}  # r
 def _find() -> ctypes.CDLL | str:
     """The library, or one line that says why there is none."""
     try:
-        ctypes.CDLL(build.openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
+        if (openmp := build.openmp_runtime()) is not None:
+            ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
         path = build.find()
         try:
             return open_library(path)
@@ -155,4 +157,12 @@ def load() -> ctypes.CDLL:
 
 def threads() -> int:
     """Return torch's number of threads: the kernels run on the same pool."""
+    import torch
+
     return torch.get_num_threads()
+
+
+def openmp_threads() -> int:
+    """Return the number of threads that OpenMP would use, `OMP_NUM_THREADS` included; 1 without an OpenMP runtime."""
+    name = build.openmp_runtime()
+    return 1 if name is None else int(ctypes.CDLL(name).omp_get_max_threads())

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from equipoise.kernels import boundary, library
+from equipoise.kernels.geometry import ConvShape
 from equipoise.kernels.library import CHUNK
-from equipoise.kernels.taps import ConvShape, Pattern, pattern_of
+from equipoise.kernels.taps import Pattern, pattern_of
 
 _operators = torch.library.Library("equipoise", "FRAGMENT")
 _operators.define(

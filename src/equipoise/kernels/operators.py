@@ -13,10 +13,10 @@ from torch.nn.grad import conv2d_weight
 
 from equipoise.errors import UserError
 from equipoise.kernels import arena, boundary, library
-from equipoise.kernels.arena import NO_BORDER, Border
 from equipoise.kernels.blocked import Blocked, unblock
+from equipoise.kernels.geometry import NO_BORDER, Border, ConvShape, check_pool
 from equipoise.kernels.library import LANES, Map, Norm
-from equipoise.kernels.taps import ConvShape, Pattern, Taps
+from equipoise.kernels.taps import Pattern, Taps
 
 IDENTITY, FIXED, BATCH = range(3)
 MAPS = frozenset(field[0] for field in Norm._fields_ if field[1] is Map)
@@ -214,17 +214,6 @@ def fused(
     other_border = NO_BORDER if residual is None else residual.grad_border
     out = _Fused.apply(x.data, other, gamma, beta, how, running, x.images, x.grad_border, other_border)
     return x.with_data(out)
-
-
-def check_pool(dims: int, size: tuple[int, int], kernel: tuple[int, int]) -> None:
-    """Check that pooling windows fit into the map.
-
-    torch pools batches of 2 and 3 dimensions along other axes than the kernels would.
-    """
-    if dims != 4:
-        raise UserError(f"pooling in a packed model takes a batch of 4 dimensions, not {dims}")
-    if size[0] < kernel[0] or size[1] < kernel[1]:
-        raise UserError(f"a map of {size[0]}x{size[1]} is too small for pooling by {kernel[0]}x{kernel[1]}")
 
 
 def _norm_arguments(how: Fused, images: int, channels: int, tensors: dict[str, Tensor | None]) -> Norm:

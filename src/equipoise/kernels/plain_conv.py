@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from equipoise.kernels import operators
-from equipoise.kernels.arena import NO_BORDER
 from equipoise.kernels.blocked import from_blocked, to_blocked
-from equipoise.kernels.taps import ConvShape, pattern_of
+from equipoise.kernels.geometry import NO_BORDER, ConvShape
+from equipoise.kernels.taps import pattern_of
 
 _operators = torch.library.Library("equipoise", "FRAGMENT")
 _operators.define(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -14,61 +13,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from equipoise.errors import UserError
 from equipoise.kernels import library
-from equipoise.kernels.arena import Border
 from equipoise.kernels.boundary import address, as_vector
+from equipoise.kernels.geometry import ConvShape, Pair, source_block
 from equipoise.kernels.library import LANES
 from equipoise.kernels.pool import Pool
-
-Pair = tuple[int, int]
-# A block of source channels should stay in the first-level cache while all destination channels read it,
-# but each destination needs enough taps per block to pay for loading and storing its accumulators.
-TAPS_PER_VISIT = 24
-CACHED_CHANNELS = 16
-
-
-@dataclass(frozen=True)
-class ConvShape:
-    """Geometry of a convolution. A linear layer is a convolution with a 1x1 kernel on 1x1 maps."""
-
-    out_channels: int
-    in_channels: int
-    kernel: Pair = (1, 1)
-    stride: Pair = (1, 1)
-    padding: Pair = (0, 0)
-    dilation: Pair = (1, 1)
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        sizes = (self.groups, *self.kernel, *self.stride, *self.dilation)
-        channels = (self.out_channels, self.in_channels)
-        if min(sizes) < 1 or min(*channels, *self.padding) < 0 or any(c % self.groups for c in channels):
-            raise UserError(f"no convolution has this geometry: {self}")
-
-    @property
-    def weight_numel(self) -> int:
-        """Number of weights, active and inactive."""
-        return self.out_channels * (self.in_channels // self.groups) * self.kernel[0] * self.kernel[1]
-
-    def check_channels(self, channels: int) -> None:
-        """Refuse an input of other channels: the kernels trust the pattern and would read beyond its end."""
-        if channels != self.in_channels:
-            raise UserError(f"the layer takes {self.in_channels} channels, the input has {channels}")
-
-    def output(self, size: Pair) -> Pair:
-        """Return height and width of the output for an input of `size`."""
-        out = tuple(
-            (s + 2 * p - d * (k - 1) - 1) // t + 1
-            for s, k, t, p, d in zip(size, self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        )
-        if min(out) < 1:
-            raise UserError(f"a map of {size[0]}x{size[1]} is too small for a kernel of {self.kernel}")
-        return out[0], out[1]
-
-    def grad_border(self, size: Pair) -> Border:
-        """Return the zeros that the input gradient reads around an output gradient, for an input of `size`."""
-        axes = zip(size, self.output(size), self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        wanted = [max(0, (d * (k - 1) - p) // t, (s - 1 + p) // t - (o - 1)) for s, o, k, t, p, d in axes]
-        return wanted[0], wanted[1]
 
 
 def check_index(index: Tensor, size: int) -> None:
@@ -97,17 +45,15 @@ class SortedTaps:
         shape: The convolution.
         index: Ascending flat indices of the active weights, int32, checked by a `Pattern`.
         transposed: Whether the taps are those of the input gradient.
-        one_block: Whether all source channels form one block.
     """
 
-    def __init__(self, shape: ConvShape, index: Tensor, transposed: bool, one_block: bool = False) -> None:
+    def __init__(self, shape: ConvShape, index: Tensor, transposed: bool) -> None:
         self.shape, self.transposed, self.count = shape, transposed, index.numel()
         rows, self.sources = shape.out_channels, shape.in_channels
         if transposed:
             rows, self.sources = self.sources, rows
         self.rows, self.phases = rows, math.prod(shape.stride) if transposed else 1
-        visits = 1 if one_block else max(1, self.count // max(1, rows * self.phases * TAPS_PER_VISIT))
-        block = max(CACHED_CHANNELS, -(-self.sources // visits))
+        block = source_block(self.sources, rows * self.phases, self.count)
         self.blocks = -(-self.sources // block)
         self.start = torch.empty(self.phases * self.blocks * rows + 1, dtype=torch.int32)
         self.order, self.source, self.which = torch.empty(3, self.count, dtype=torch.int32)
@@ -241,10 +187,6 @@ class Pattern:
             pool = Pool(partial(Taps, SortedTaps(self.shape, self.index, transposed)))
             pool = self._pools.setdefault(transposed, pool)
         return pool.lend()
-
-    def taps(self, one_block: bool) -> Taps:
-        """Return taps by output channel that the caller keeps."""
-        return Taps(SortedTaps(self.shape, self.index, transposed=False, one_block=one_block))
 
 
 _patterns = WeakIdKeyDictionary()  # of each tensor of indices, as long as it lives

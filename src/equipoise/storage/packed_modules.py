@@ -13,11 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.errors import UserError
 from equipoise.kernels import library, operators
-from equipoise.kernels.arena import NO_BORDER, Border
 from equipoise.kernels.blocked import Blocked, as_float32, from_blocked, to_blocked
+from equipoise.kernels.geometry import NO_BORDER, Border, ConvShape
 from equipoise.kernels.linear import linear
 from equipoise.kernels.plain_conv import conv
-from equipoise.kernels.taps import ConvShape, Pattern, check_index, pattern_of
+from equipoise.kernels.taps import Pattern, check_index, pattern_of
 from equipoise.storage.sparse_weight import is_cleared
 
 # Costs that decide when torch's dense convolution is faster, in units of one weight of the dense convolution: an active

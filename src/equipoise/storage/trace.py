@@ -101,8 +101,12 @@ class Reading:
             return False
 
     def has_hooks(self) -> bool:
-        """Whether a hook waits for the call of a module that a graph may replace."""
-        return any(any(map(vars(module).__getitem__, HOOKS)) for module in self.modules)
+        """Whether a hook waits for the call of a module inside the model, which a graph may replace.
+
+        Hooks of the model are called before and after its forward, whatever that is.
+        """
+        _, *inside = self.modules
+        return any(any(map(vars(module).__getitem__, HOOKS)) for module in inside)
 
 
 def read(model: nn.Module) -> Reading | None:

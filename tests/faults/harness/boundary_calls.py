@@ -22,9 +22,10 @@ from equipoise.deploy.frozen import freeze
 from equipoise.errors import UserError
 from equipoise.kernels import library, operators
 from equipoise.kernels.blocked import from_blocked, to_blocked
+from equipoise.kernels.geometry import ConvShape
 from equipoise.kernels.linear import linear
 from equipoise.kernels.operators import BATCH, FIXED, Fused
-from equipoise.kernels.taps import ConvShape, Pattern
+from equipoise.kernels.taps import Pattern
 from equipoise.topology.packing import pack
 from sparse_helpers import masks
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from equipoise.deploy.frozen import freeze
 from equipoise.kernels import library
-from equipoise.kernels.taps import ConvShape, Pattern
+from equipoise.kernels.geometry import ConvShape
+from equipoise.kernels.taps import Pattern
 from equipoise.topology.packing import pack
 from sparse_helpers import masks
 
@@ -78,7 +79,8 @@ def run(random: Random) -> list[str]:
 
 def race() -> None:
     """Two threads write to the same taps."""
-    taps = Pattern(ConvShape(64, 64), torch.arange(4096)).taps(one_block=True)
+    with Pattern(ConvShape(64, 64), torch.arange(4096)).lend() as lent:
+        taps = lent  # kept beyond the loan, as no caller may
 
     def write() -> None:
         for _ in range(50):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
-from equipoise.deploy.coding import decode, decode_gaps, encode, encode_gaps
+from equipoise.deploy.coding import decode, encode
 from equipoise.errors import UserError
+from equipoise.runtime.indices import decode_gaps, encode_gaps
 
 
 def walked(codes: np.ndarray[Any, Any]) -> list[int]:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.deploy.frozen import MOST_PROGRAMS, freeze, is_frozen
-from equipoise.deploy.kernel_steps import Buffers
 from equipoise.deploy.program import Program
 from equipoise.kernels import library
+from equipoise.kernels.huge_pages import Floats
+from equipoise.kernels.steps import Buffers
 from equipoise.topology.packing import pack
 from sparse_helpers import masks, packed_model
 
@@ -105,13 +106,13 @@ def test_threads_train_copies_of_one_model() -> None:
 def test_calls_of_a_frozen_model_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call enters the kernels before the first one has left them, on buffers of its own."""
     model, x = freeze(sparse()), torch.randn(3, 4, 8, 8)
-    wanted, both, run = model(x), threading.Barrier(2, timeout=60), Buffers.run
+    wanted, both, run = model(x), threading.Barrier(2, timeout=60), Buffers.compute
 
-    def meet(buffers: Buffers) -> None:
+    def meet(buffers: Buffers, images: Floats, threads: int) -> Floats:
         both.wait()
-        run(buffers)
+        return run(buffers, images, threads)
 
-    monkeypatch.setattr(Buffers, "run", meet)
+    monkeypatch.setattr(Buffers, "compute", meet)
 
     def work(_: int) -> None:
         assert torch.equal(model(x), wanted)

@@ -19,6 +19,7 @@ from deploy_helpers import MEAN, STD, difference, forge, images, random_network,
 from equipoise.deploy import Blueprint, Network, loading, write_packed
 from equipoise.deploy.frozen import is_frozen
 from equipoise.errors import UserError
+from equipoise.kernels.steps import Buffers
 from equipoise.sparse import available, describe
 
 needs_kernels = pytest.mark.skipif(not available(), reason="no CPU kernels")
@@ -106,6 +107,15 @@ def test_sparse_networks_run_on_the_kernels_and_dense_ones_do_not(tmp_path: Path
         assert {type(module) for module in model.modules()} >= {nn.Conv2d, nn.Linear}
         assert not describe(model)
         assert difference(model, judge, images(network)) < 2e-6
+
+
+@needs_kernels
+def test_a_loaded_network_runs_in_one_call_of_the_library(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, compute, calls = equipoise.load(small), Buffers.compute, []
+    monkeypatch.setattr(Buffers, "compute", lambda *given: calls.append(1) or compute(*given))
+    for _ in range(3):
+        model(torch.rand(1, 1, 8, 8))
+    assert len(calls) >= 3
 
 
 def test_without_kernels_it_runs_dense(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

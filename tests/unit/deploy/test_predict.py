@@ -56,6 +56,7 @@ def test_images_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     paths = sorted((tmp_path / "data" / "val").rglob("*.*"))
     ours = torch.stack([read_image(path, unpacked.blueprint) for path in paths])
     assert torch.equal(ours, x[: len(paths)])
+    capsys.readouterr()  # opening the run may warn
     outcome = predicted(capsys, file, "--top", "3", *paths)
     assert (outcome.status, outcome.err) == (0, "")
     shares = unpacked.model(x).softmax(1)

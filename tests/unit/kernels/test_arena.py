@@ -12,7 +12,8 @@ import torch
 
 from equipoise.kernels import arena, library, operators
 from equipoise.kernels.blocked import Blocked, from_blocked
-from equipoise.kernels.taps import ConvShape, Pattern
+from equipoise.kernels.geometry import ConvShape
+from equipoise.kernels.taps import Pattern
 
 
 def test_buffers_are_used_again_and_keep_their_border() -> None:

@@ -20,8 +20,9 @@ from equipoise.errors import UserError
 from equipoise.kernels import library, operators
 from equipoise.kernels.arena import Border
 from equipoise.kernels.blocked import from_blocked, to_blocked
+from equipoise.kernels.geometry import ConvShape
 from equipoise.kernels.operators import BATCH, FIXED, IDENTITY, Fused
-from equipoise.kernels.taps import ConvShape, Pattern
+from equipoise.kernels.taps import Pattern
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason())
 

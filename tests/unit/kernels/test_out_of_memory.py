@@ -11,8 +11,9 @@ import torch
 
 from equipoise.kernels import arena, build, library, operators
 from equipoise.kernels.blocked import from_blocked, to_blocked
+from equipoise.kernels.geometry import ConvShape
 from equipoise.kernels.linear import linear
-from equipoise.kernels.taps import ConvShape, Pattern
+from equipoise.kernels.taps import Pattern
 
 ALLOCATOR = """
 #include <stdlib.h>

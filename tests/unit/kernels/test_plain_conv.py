@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equipoise.kernels import library
+from equipoise.kernels.geometry import ConvShape
 from equipoise.kernels.plain_conv import conv
-from equipoise.kernels.taps import ConvShape
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason())
 

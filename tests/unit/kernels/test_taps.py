@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from equipoise.kernels.taps import ConvShape, Pattern
+from equipoise.kernels.geometry import ConvShape
+from equipoise.kernels.taps import Pattern
 
 
 def test_a_pattern_notices_indices_that_change_in_place() -> None:

@@ -17,7 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define EQ_ABI 3 /* raise with any change of a signature or struct, here and in library.py */
+#define EQ_ABI 4 /* raise with any change of a signature or struct, here and in library.py */
 #define LANES 16
 #ifndef STREAM_BYTES
 #define STREAM_BYTES (2 << 20)

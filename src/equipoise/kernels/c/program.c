@@ -6,7 +6,7 @@ void eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, 
 void eq_flat_conv(const map *x, const map *y, const tap *taps, const int32_t *start, const float *bias, int relu,
                   int threads);
 
-enum { CONV, PLANE, MEAN, COPY };
+enum { CONV, PLANE, POOL, COPY };
 
 typedef struct {
     map x, y, residual;          /* residual.data is NULL if there is none */
@@ -16,6 +16,8 @@ typedef struct {
     const int32_t *start;
     int64_t blocks, reach;
     const float *scale, *shift;  /* PLANE: per channel, NULL means 1 and 0. CONV: shift is the bias. */
+    int32_t kernel[2], stride[2], padding[2], dilation[2]; /* POOL: rows and columns of windows */
+    int32_t mean, count_padding; /* POOL: means instead of the largest numbers; padding counts in them as zeros */
 } step;
 
 INLINE float larger_of(float a, float b) { return a > b || a != a ? a : b; }
@@ -43,17 +45,27 @@ INLINE void plane(const step *a, int64_t n, int64_t c, const int lanes, const in
     }
 }
 
-/* Mean over windows that tile x. */
-INLINE void mean(const step *a, int64_t n, int64_t c, const int lanes) {
-    const int64_t high = a->x.h / a->y.h, wide = a->x.w / a->y.w;
+/* The largest number or the mean of each window. */
+INLINE void windows(const step *a, int64_t n, int64_t c, const int lanes) {
+    const int taps = a->kernel[0] * a->kernel[1];
     for (int64_t h = 0; h < a->y.h; h++)
-        for (int64_t w = 0; w < a->y.w; w++)
-            for (int l = 0; l < lanes; l++) {
-                float s = 0;
-                for (int64_t i = 0; i < high * wide; i++)
-                    s += at(&a->x, n, c, h * high + i / wide)[(w * wide + i % wide) * lanes + l];
-                at(&a->y, n, c, h)[w * lanes + l] = s / (high * wide);
+        for (int64_t w = 0; w < a->y.w; w++) {
+            float total[LANES] = {0}, most[LANES] = {0};
+            int seen = 0;
+            for (int t = 0; t < taps; t++) {
+                const int64_t i = h * a->stride[0] + t / a->kernel[1] * a->dilation[0] - a->padding[0];
+                const int64_t j = w * a->stride[1] + t % a->kernel[1] * a->dilation[1] - a->padding[1];
+                if (i < 0 || i >= a->x.h || j < 0 || j >= a->x.w) continue;
+                const float *p = at(&a->x, n, c, i) + j * lanes;
+                for (int l = 0; l < lanes; l++) {
+                    total[l] += p[l];
+                    most[l] = seen ? larger_of(p[l], most[l]) : p[l];
+                }
+                seen++;
             }
+            float *q = at(&a->y, n, c, h) + w * lanes;
+            for (int l = 0; l < lanes; l++) q[l] = a->mean ? total[l] / (a->count_padding ? taps : seen) : most[l];
+        }
 }
 
 INLINE void copy(const step *a, int64_t n, int64_t c, const int lanes) {
@@ -68,8 +80,8 @@ INLINE void by_kind(const step *a, int64_t n, int64_t c, const int lanes) {
         plane(a, n, c, lanes, 1);
     else if (a->kind == PLANE)
         plane(a, n, c, lanes, 0);
-    else if (a->kind == MEAN)
-        mean(a, n, c, lanes);
+    else if (a->kind == POOL)
+        windows(a, n, c, lanes);
     else
         copy(a, n, c, lanes);
 }

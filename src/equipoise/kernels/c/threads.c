@@ -4,6 +4,11 @@
 #if defined(_OPENMP)
 #include <omp.h>
 #include <pthread.h>
+/* Weak: without an OpenMP runtime in the process they are NULL, and everything runs in the calling thread. */
+extern int omp_get_num_threads(void) __attribute__((weak));
+#if defined(__ELF__) && defined(__GNUC__) && !defined(__clang__)
+__asm__(".weak GOMP_parallel\n.weak omp_get_thread_num"); /* GCC has them built in, and ignores the attribute */
+#endif
 #endif
 
 /* A forked child inherits torch's OpenMP pool without its threads and must not wait for them. */
@@ -22,11 +27,13 @@ void eq_run(job work, const void *arguments, int threads) {
         return;
     }
 #if defined(_OPENMP)
+    if (omp_get_num_threads) {
 #pragma omp parallel num_threads(threads)
-    work(arguments, omp_get_thread_num(), omp_get_num_threads());
-#else
-    work(arguments, 0, 1);
+        work(arguments, omp_get_thread_num(), omp_get_num_threads());
+        return;
+    }
 #endif
+    work(arguments, 0, 1);
 }
 
 void *eq_scratch(size_t bytes) {
