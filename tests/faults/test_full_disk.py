@@ -76,7 +76,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(
         assert not list(run.iterdir())
         return
     steps = [int(path.stem[5:]) for path in Store(run / "checkpoints").paths()]
-    assert steps == {"metrics.jsonl": [8, 6], "step-": [12, 8] if after else [], "result.json": [18, 16]}[mark]
+    assert steps == {"metrics.jsonl": [8, 6], "step-": [16, 12] if after else [], "result.json": [18, 16]}[mark]
     assert not (run / "result.json").exists()
     assert launch(["resume", str(run)], tmp_path / "log") == 0, (tmp_path / "log").read_text()
     assert_same_runs(sound, run)

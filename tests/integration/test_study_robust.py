@@ -105,6 +105,7 @@ def test_the_numbers_are_those_of_the_library(trained: Trainer, evaluate: Comman
     assert len({row.clean for row in found.values()}) > 1  # the scores do differ
 
 
+@pytest.mark.slow
 def test_a_larger_radius_lowers_robust_accuracy_and_radius_0_leaves_clean_accuracy(evaluate: CommandLine) -> None:
     words = ["--attack", "pgd50x10", "--images", "8", "--eps"]
     tables = [rows_of(evaluate(*words, eps).out) for eps in ("0", "0.2", "1")]

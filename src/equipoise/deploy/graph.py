@@ -154,12 +154,14 @@ class _Reader:
             return
         if left not in self._found or right in self._found or node.kwargs:
             raise UserError(f"C source has {_operation(node.target)} only with a constant on its right side")
-        number, one = self._vector(right), np.ones(1)
+        number, one, zero = self._vector(right), np.ones(1), np.zeros(1)
+        with np.errstate(divide="ignore"):
+            divided = 1 / number  # used for `div` only
         scale, shift = {
             aten.add.Tensor: (one, number),
             aten.sub.Tensor: (one, -number),
-            aten.mul.Tensor: (number, 0 * one),
-            aten.div.Tensor: (1 / number, 0 * one),
+            aten.mul.Tensor: (number, zero),
+            aten.div.Tensor: (divided, zero),
         }[node.target]
         self._affine(node, left, scale, shift)
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch._dynamo  # noqa: F401 - creates its cache folder before the guard listens
+import torch._dynamo.package
+import torch._inductor.compiler_bisector  # noqa: F401 - and so does this
 
 from equipoise import cli
 from equipoise.errors import LONGEST

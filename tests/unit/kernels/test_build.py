@@ -48,6 +48,7 @@ def test_without_a_compiler_there_is_one_line(tmp_path: Path, monkeypatch: pytes
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_compiled_once_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path))
     monkeypatch.setenv("EQUIPOISE_CFLAGS", "-O1")  # quicker, and another key than the one in use

@@ -57,7 +57,8 @@ def neighbours(_: int) -> int:
     return jobs_on_device()
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [("3,5", 2), pytest.param("", 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "expected"), [("3,5", 2), ("", 3)])
 def test_a_job_knows_how_many_share_its_device(gpus: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     assert dict(processes(3)(neighbours, [0, 1, 2])) == dict.fromkeys(range(3), expected)
@@ -65,6 +66,7 @@ def test_a_job_knows_how_many_share_its_device(gpus: str, expected: int, monkeyp
     assert jobs_on_device() == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_between_two_jobs_is_replaced() -> None:
     outcomes = processes(1)(see, ["die later", "a"])
     first = str(next(outcomes)[1]).split()[-1]

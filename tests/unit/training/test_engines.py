@@ -14,7 +14,7 @@ from step_matrix import ALL, BASE, Case, pairwise, recipe_of
 from train_helpers import assert_same_state
 
 SLOWER = ("pays", "alpha-svrg", "agent-mvr")  # their parts are in the other corrections too
-QUICK = {case for case in pairwise() if case[1] not in SLOWER}
+QUICK = {*sorted(case for case in pairwise() if case[1] not in SLOWER)[::2]}
 
 
 @pytest.fixture(autouse=True)
