@@ -513,6 +513,7 @@ def test_importing_the_package_needs_torch_numpy_and_safetensors_only() -> None:
     assert loaded <= {"equipoise", "torch", "numpy", "safetensors"}
 
 
+@pytest.mark.slow
 def test_a_terminal_is_told_what_a_run_waits_for(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**tiny(), "epochs": 1}))
     done = program(

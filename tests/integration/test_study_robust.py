@@ -81,6 +81,7 @@ def rows_of(out: str) -> dict[str, Row]:
 # the table
 
 
+@pytest.mark.slow
 def test_the_table_has_clean_and_robust_accuracy_by_score(evaluate: CommandLine) -> None:
     outcome = evaluate("--attack", "pgd50x10", "--images", "30")
     assert (outcome.status, outcome.err) == (0, "")

@@ -328,6 +328,7 @@ def test_the_given_weights_are_left_unchanged() -> None:
 # Memory and devices
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_batches() -> None:
     model, held = nn.Linear(200, 100), []
 

@@ -50,7 +50,10 @@ NETWORKS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*NETWORKS[:4], *(pytest.param(*network, marks=pytest.mark.slow) for network in NETWORKS[4:])],
+)
 def test_a_loaded_file_is_the_model_it_was_written_from(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     network, judge = random_network(name, **options)
     path = tmp_path / "out.safetensors"

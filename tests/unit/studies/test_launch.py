@@ -39,6 +39,7 @@ def test_here_yields_results_in_order_and_failures_as_lines() -> None:
     assert "in see" in error.traceback
 
 
+@pytest.mark.slow
 def test_processes_share_the_gpus_and_survive_the_death_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     words = ["die", "a", "b", "wrong"]

@@ -240,6 +240,7 @@ JSON = st.recursive(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
+@pytest.mark.slow
 def test_the_page_is_made_whatever_a_file_holds(tmp_path: Path, data: st.DataObject) -> None:
     folder = tmp_path / "s"
     if not folder.exists():
