@@ -52,7 +52,7 @@ class SyncedBatchNorm(_BatchNorm):
         return self.num_batches_tracked.to(self.running_mean).reciprocal() if self.momentum is None else self.momentum
 
     def _check_input_dim(self, x: Tensor) -> None:
-        pass
+        """Take inputs of any number of dimensions: this class replaces all kinds of BatchNorm."""
 
 
 def synchronise(model: nn.Module, world: World) -> nn.Module:
