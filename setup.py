@@ -37,7 +37,7 @@ setup(
         Extension(
             "equipoise.kernels._kernels",
             sources=sorted(glob("src/equipoise/kernels/c/*.c")),
-            depends=["src/equipoise/kernels/c/kernels.h"],
+            depends=sorted(glob("src/equipoise/kernels/c/*.h")),
             extra_compile_args=list(BUILD["FLAGS"]),
             optional=True,
         )

@@ -80,7 +80,7 @@ def _is_blocked(node: Node, model: nn.Module) -> bool:
 class Frozen(Shortcut):
     """The forward of a frozen model."""
 
-    def compile(self, reading: Reading, tokens: frozenset[str]) -> Run | None:
+    def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run | None:
         parts = _parts(blocked_graph(reading.graph, self.module, tokens | dense_layers(self.module)), self.module)
         return None if parts is None or self.module.training else Stretch(self.module, *parts)
 

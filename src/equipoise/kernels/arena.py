@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from equipoise.kernels.boundary import WORD, lanes
 from equipoise.kernels.geometry import NO_BORDER, Border
 from equipoise.kernels.huge_pages import FLOAT, zeros
 from equipoise.kernels.library import LANES
@@ -156,18 +157,25 @@ def idle_bytes() -> int:
     return _store.idle
 
 
-def take(shape: Shape, border: Border = NO_BORDER) -> Tensor:
+def take(shape: Shape, border: Border = NO_BORDER, dtype: torch.dtype = torch.float32) -> Tensor:
     """Lend a tensor (blocks, channels, height, width, lanes), not initialised, inside a border of zeros.
+
+    A block has the same size in every type: it has twice as many images in bfloat16.
 
     Raises:
         MemoryError: If there is no memory.
     """
     store, key = _store, (shape, border)
     if not _nbytes(key):
-        return torch.empty(*shape, LANES)
+        return torch.empty(*shape, lanes(dtype), dtype=dtype)
     memory = store.find(key) or _new_memory(store, key)
     lent = torch.from_numpy(np.asarray(_Loan(memory, store)))
-    return with_mark(lent.as_strided((*shape, LANES), memory.steps, memory.start), border)
+    if dtype is torch.float32:
+        return with_mark(lent.as_strided((*shape, LANES), memory.steps, memory.start), border)
+    per_word = WORD // dtype.itemsize
+    steps = [per_word * step for step in memory.steps[:4]]
+    lent = lent.view(dtype).as_strided((*shape, lanes(dtype)), (*steps, 1), per_word * memory.start)
+    return with_mark(lent, border)
 
 
 def _new_memory(store: _Store, key: Key) -> _Memory:
@@ -199,7 +207,7 @@ def with_border(tensor: Tensor, border: Border) -> Tensor:
 
     Of its steps, the kernels require contiguous lanes and then contiguous columns.
     """
-    if has_border(tensor, border) and tensor.stride(4) == 1 and tensor.stride(3) == LANES:
+    if has_border(tensor, border) and tensor.stride(4) == 1 and tensor.stride(3) == tensor.shape[4]:
         return tensor
     blocks, channels, height, width, _ = tensor.shape
-    return take((blocks, channels, height, width), border).copy_(tensor)
+    return take((blocks, channels, height, width), border, tensor.dtype).copy_(tensor)

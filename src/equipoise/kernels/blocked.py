@@ -1,4 +1,4 @@
-"""The batch-blocked layout: sixteen images side by side are the innermost axis of an activation."""
+"""The batch-blocked layout: images side by side are the innermost axis of an activation, 16 in float32, 32 in bf16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 from equipoise.errors import UserError
 from equipoise.kernels import arena, boundary, library
 from equipoise.kernels.geometry import NO_BORDER, Border
-from equipoise.kernels.library import LANES
 
 AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -23,7 +22,7 @@ class Blocked:
     """An activation in the blocked layout, as it travels between the layers of a packed model.
 
     Args:
-        data: Shape (blocks, channels, height, width, lanes).
+        data: Shape (blocks, channels, height, width, lanes); float32 with 16 lanes, or bfloat16 with 32.
         images: Images in the batch; further lanes are padding.
         dims: Dimensions of the plain tensor: 4 for images, 3 for sequences, 2 for vectors.
         grad_border: Zeros that the producer needs around the gradient of `data`.
@@ -35,7 +34,7 @@ class Blocked:
     grad_border: Border = NO_BORDER
 
     def __post_init__(self) -> None:
-        if self.data.dim() != 5 or not 0 <= self.images <= self.data.shape[0] * LANES:
+        if self.data.dim() != 5 or not 0 <= self.images <= self.data.shape[0] * self.data.shape[4]:
             raise UserError(f"{self.images} images do not fit a blocked activation of {list(self.data.shape)}")
 
     def with_data(self, data: Tensor, grad_border: Border = NO_BORDER) -> Blocked:
@@ -49,12 +48,13 @@ class Blocked:
         return (self.images, channels, *{4: (height, width), 3: (width,), 2: ()}[self.dims])
 
 
-def to_blocked(x: Tensor, border: Border = NO_BORDER) -> Blocked:
+def to_blocked(x: Tensor, border: Border = NO_BORDER, dtype: torch.dtype = torch.float32) -> Blocked:
     """Convert a batch to the blocked layout.
 
     Args:
         x: Shape (images, channels), (images, channels, width) or (images, channels, height, width), on the CPU.
         border: Zeros to put around each plane, for the convolution that reads the result.
+        dtype: Type in which the activation is stored; bfloat16 numbers are rounded to the nearest, ties to even.
 
     Raises:
         UserError: If `x` is not float32 on the CPU or has another number of dimensions.
@@ -62,7 +62,7 @@ def to_blocked(x: Tensor, border: Border = NO_BORDER) -> Blocked:
     x = as_float32(x)
     if x.dim() not in (2, 3, 4):
         raise UserError(f"packed layers take batches of 2 to 4 dimensions, not {tuple(x.shape)}")
-    return Blocked(_ToBlocked.apply(_as_images(x), border), x.shape[0], x.dim())
+    return Blocked(_ToBlocked.apply(_as_images(x), border, dtype), x.shape[0], x.dim())
 
 
 def as_float32(x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def as_float32(x: Tensor) -> Tensor:
 
 
 def from_blocked(x: Blocked) -> Tensor:
-    """Convert an activation to a plain contiguous tensor; the inverse of `to_blocked`."""
+    """Convert an activation to a plain contiguous float32 tensor; the inverse of `to_blocked`."""
     return _FromBlocked.apply(x.data, x.images, x.grad_border).view(x.plain_shape)
 
 
@@ -107,39 +107,41 @@ def fill_plain(plain: Tensor, blocked: Tensor) -> Tensor:
 
 
 def _copy(plain: Tensor, blocked: Tensor, to_blocked: bool) -> None:
+    described, half = boundary.describe(blocked), boundary.is_half(blocked)
     images = boundary.describe_images(plain, blocked.shape)
-    library.load().eq_layout(byref(images), byref(boundary.describe(blocked)), to_blocked, library.threads())
+    library.load().eq_layout(byref(images), byref(described), to_blocked, half, library.threads())
 
 
-def _block(x: Tensor, border: Border) -> Tensor:
+def _block(x: Tensor, border: Border, dtype: torch.dtype) -> Tensor:
     images, channels, height, width = x.shape
-    return fill_blocked(arena.take((-(-images // LANES), channels, height, width), border), x)
+    blocks = -(-images // boundary.lanes(dtype))
+    return fill_blocked(arena.take((blocks, channels, height, width), border, dtype), x)
 
 
 def unblock(x: Tensor, images: int) -> Tensor:
-    """Return the images of a blocked tensor, without a gradient."""
-    return fill_plain(x.new_empty(images, *x.shape[1:4]), arena.with_border(x, NO_BORDER))
+    """Return the images of a blocked tensor in float32, without a gradient."""
+    return fill_plain(torch.empty(images, *x.shape[1:4]), arena.with_border(x, NO_BORDER))
 
 
 class _ToBlocked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, border: Border) -> Tensor:
+    def forward(ctx: Any, x: Tensor, border: Border, dtype: torch.dtype) -> Tensor:
         ctx.images = x.shape[0]
-        return _block(x, border)
+        return _block(x, border, dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return unblock(grad, ctx.images), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return unblock(grad, ctx.images), None, None
 
 
 class _FromBlocked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, images: int, grad_border: Border) -> Tensor:
-        ctx.grad_border = grad_border
+        ctx.grad_border, ctx.dtype = grad_border, x.dtype
         return unblock(x, images)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _block(grad, ctx.grad_border), None, None
+        return _block(grad, ctx.grad_border, ctx.dtype), None, None

@@ -15,6 +15,44 @@ from torch import Tensor
 from equipoise.errors import UserError
 from equipoise.kernels.library import LANES, Map
 
+WORD = 4  # bytes, the unit of all steps in the kernels
+
+
+def lanes(dtype: torch.dtype) -> int:
+    """Return how many images of an activation lie side by side: 16 in float32, 32 in bfloat16.
+
+    Raises:
+        UserError: If the kernels have no activations of this type.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise UserError(f"blocked activations are float32 or bfloat16, not {dtype}")
+    return LANES * WORD // dtype.itemsize
+
+
+def is_half(tensor: Tensor, *others: Tensor | None) -> bool:
+    """Return whether the activations of one call of a kernel are stored in bfloat16.
+
+    Raises:
+        UserError: If they are of different types.
+    """
+    for other in others:
+        if other is not None and other.dtype is not tensor.dtype:
+            raise UserError(f"activations of {tensor.dtype} and {other.dtype} cannot be used together")
+    return tensor.dtype is torch.bfloat16
+
+
+def word_steps(tensor: Tensor) -> list[int]:
+    """Steps of a blocked activation in words of 4 bytes: from one block, channel, row and column to the next.
+
+    Raises:
+        UserError: If numbers do not begin at whole words.
+    """
+    per_word = WORD // tensor.itemsize
+    steps = tensor.stride()[:4]
+    if any(step % per_word for step in (*steps, tensor.storage_offset())):
+        raise UserError(f"the positions of a blocked activation must begin at whole words, not {tensor.stride()}")
+    return [step // per_word for step in steps]
+
 
 def check_type(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32) -> None:
     """Refuse a tensor of another type, device or layout than the kernels read.
@@ -74,13 +112,16 @@ def describe(tensor: Tensor, column_step: int = LANES) -> Map:
 
     Args:
         tensor: The activation.
-        column_step: Floats from one column to the next.
+        column_step: Words from one column to the next.
     """
-    check_type(tensor, "activation", torch.float32)
-    if tensor.dim() != 5 or tensor.shape[4] != LANES:
-        raise UserError(f"a blocked activation has 5 dimensions, the last of {LANES}, not {list(tensor.shape)}")
-    *steps, one = tensor.stride()
-    if one != 1 or (tensor.shape[3] > 1 and steps[3] != column_step):
+    side_by_side = lanes(tensor.dtype)
+    check_type(tensor, "activation", tensor.dtype)
+    if tensor.dim() != 5 or tensor.shape[4] != side_by_side:
+        raise UserError(
+            f"a blocked activation has 5 dimensions, the last of {side_by_side}, not {list(tensor.shape)}"
+        )
+    steps = word_steps(tensor)
+    if tensor.stride(4) != 1 or (tensor.shape[3] > 1 and steps[3] != column_step):
         raise UserError(f"the lanes and columns of a blocked activation must be contiguous, not {tensor.stride()}")
     if tensor.numel():
         last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -89,9 +130,9 @@ def describe(tensor: Tensor, column_step: int = LANES) -> Map:
 
 
 def describe_images(tensor: Tensor, shape: tuple[int, ...]) -> Map:
-    """Describe plain images (images, channels, height, width) with any strides, for a blocked tensor of `shape`."""
+    """Describe plain float32 images (images, channels, height, width), of any strides, for a blocked tensor."""
     check_type(tensor, "images", torch.float32)
-    if tensor.dim() != 4 or tensor.shape[1:] != shape[1:4] or tensor.shape[0] > shape[0] * LANES:
+    if tensor.dim() != 4 or tensor.shape[1:] != shape[1:4] or tensor.shape[0] > shape[0] * shape[4]:
         raise UserError(f"images of shape {list(tensor.shape)} do not fit a blocked activation of {list(shape)}")
     if tensor.numel():
         last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -106,7 +147,7 @@ def describe_source(x: Tensor, out: torch.Size, stride: tuple[int, int], reach: 
         x: The input.
         out: Shape of the output, blocked.
         stride: Rows and columns of `x` from one output position to the next.
-        reach: Smallest and largest offset of a tap from the position of an output.
+        reach: Smallest and largest offset of a tap from the position of an output, in words.
 
     Raises:
         UserError: If a tap would read outside the memory of `x`.
@@ -118,7 +159,8 @@ def describe_source(x: Tensor, out: torch.Size, stride: tuple[int, int], reach: 
     described.sw *= stride[1]
     if x.shape[1] and out.numel():  # an empty plane may have a border that is read
         last = (out[0] - 1) * described.sn + (out[2] - 1) * described.sh + (out[3] - 1) * described.sw
-        _check_inside(x, reach[0], last + reach[1] + LANES - 1, "activation")
+        per_word = WORD // x.itemsize
+        _check_inside(x, reach[0] * per_word, (last + reach[1] + LANES) * per_word - 1, "activation")
     return described
 
 

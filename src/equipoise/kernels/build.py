@@ -54,7 +54,7 @@ def compiled() -> Path:
         raise Unavailable("no C compiler found: install gcc, or a build of equipoise with kernels")
     flags = [*FLAGS, *os.environ.get("EQUIPOISE_CFLAGS", "").split()]
     digest = hashlib.sha256(_version(compiler).encode() + " ".join(flags).encode())
-    for source in (*_sources(), SOURCES / "kernels.h"):
+    for source in (*_sources(), *sorted(SOURCES.glob("*.h"))):
         digest.update(source.read_bytes())
     target = _cache_folder() / f"kernels-{digest.hexdigest()[:16]}.so"
     if not target.exists():

@@ -11,13 +11,13 @@ from typing import Any
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 4  # EQ_ABI in kernels.h
-LANES = 16
+ABI = 5  # EQ_ABI in kernels.h
+LANES = 16  # words of 4 bytes side by side: the numbers of 16 images in float32, of 32 in bf16
 CHUNK = 64  # of tokens, in linear.c
 
 
 class Map(ctypes.Structure):
-    """A blocked activation for the kernels: pointer, extent and steps in floats; `map` in kernels.h."""
+    """A blocked activation for the kernels: pointer, extent and steps in words of 4 bytes; `map` in kernels.h."""
 
     _fields_ = [("data", c_void_p), *((name, c_int64) for name in ("n", "c", "h", "w", "sn", "sc", "sh", "sw"))]
 
@@ -33,6 +33,7 @@ class Norm(ctypes.Structure):
         ("norm", c_int32),
         ("relu", c_int32),
         ("pool", c_int32),
+        ("half", c_int32),
         ("eps", c_float),
         ("momentum", c_float),
         ("gamma", c_void_p),
@@ -74,8 +75,8 @@ class Step(ctypes.Structure):
 
 _MAP = POINTER(Map)
 _SIGNATURES: dict[str, list[Any]] = {
-    "eq_conv": [_MAP, _MAP, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32],
-    "eq_conv_grad": [_MAP, _MAP, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32],
+    "eq_conv": [_MAP, _MAP, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32, c_int32],
+    "eq_conv_grad": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32],
     "eq_linear": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int64, c_void_p, c_int32],
     "eq_linear_grad": [c_void_p, c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, c_int32],
     "eq_pattern": [c_int64, *[c_void_p] * 7],
@@ -84,7 +85,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_norm": [POINTER(Norm), c_int32],
     "eq_norm_grad": [POINTER(Norm), c_int32],
     "eq_program": [POINTER(Step), c_int64, c_int32],
-    "eq_layout": [_MAP, _MAP, c_int32, c_int32],
+    "eq_layout": [_MAP, _MAP, c_int32, c_int32, c_int32],
 }
 _ALLOCATING = {"eq_conv_grad", "eq_linear", "eq_linear_grad", "eq_pattern"}  # return whether they ran out of memory
 

@@ -52,9 +52,9 @@ def input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, b
     """
     shape = pattern.shape
     dy = arena.with_border(dy, shape.grad_border((size[2], size[3])))
-    dx = arena.take((size[0], size[1], size[2], size[3]), border)
-    with pattern.lend(transposed=True) as taps:
-        taps.load(values, dy.stride(1), dy.stride(2))
+    dx = arena.take((size[0], size[1], size[2], size[3]), border, dy.dtype)
+    with pattern.lend(transposed=True, one_block=boundary.is_half(dy)) as taps:
+        taps.load(values, *boundary.word_steps(dy)[1:3])
         for phase in range(taps.sorted.phases):
             row, column = divmod(phase, shape.stride[1])
             target = dx[:, :, row :: shape.stride[0], column :: shape.stride[1]]
@@ -81,6 +81,7 @@ def _run_conv(
         taps.reach_in_plane,
         boundary.address(bias, y.shape[1], "bias"),
         0,  # no ReLU
+        boundary.is_half(x, y),
         library.threads(),
     )
 
@@ -89,10 +90,10 @@ def weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[Te
     """Return the gradients of the active weights and of the bias of a blocked convolution."""
     dy = arena.with_border(dy, NO_BORDER)
     count, channels = pattern.index.numel(), pattern.shape.out_channels
-    dvalues = x.new_empty(count)
-    dbias = x.new_empty(channels) if bias else None
-    with pattern.lend() as taps:
-        taps.set_steps(x.stride(1), x.stride(2))
+    dvalues = torch.empty(count)
+    dbias = torch.empty(channels) if bias else None
+    with pattern.lend(one_block=boundary.is_half(x)) as taps:
+        taps.set_steps(*boundary.word_steps(x)[1:3])
         library.load().eq_conv_grad(
             byref(boundary.describe_source(x, dy.shape, pattern.shape.stride, taps.reach[0])),
             byref(boundary.describe(dy)),
@@ -103,6 +104,7 @@ def weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[Te
             taps.reach_in_plane,
             boundary.address(dvalues, count, "gradient of the weights"),
             boundary.address(dbias, channels, "gradient of the bias"),
+            boundary.is_half(x, dy),
             library.threads(),
         )
     return dvalues, dbias
@@ -130,10 +132,10 @@ class _Conv(torch.autograd.Function):
         shape = pattern.shape
         shape.check_channels(x.shape[1])
         x = arena.with_border(x, shape.padding)
-        y = arena.take((x.shape[0], shape.out_channels, *shape.output((x.shape[2], x.shape[3]))), border)
+        y = arena.take((x.shape[0], shape.out_channels, *shape.output((x.shape[2], x.shape[3]))), border, x.dtype)
         vector = boundary.as_vector(bias, shape.out_channels, "bias")
-        with pattern.lend() as taps:
-            taps.load(values, x.stride(1), x.stride(2))
+        with pattern.lend(one_block=boundary.is_half(x)) as taps:
+            taps.load(values, *boundary.word_steps(x)[1:3])
             _run_conv(x, y, shape.stride, taps, vector)
         ctx.save_for_backward(x, values)
         ctx.pattern, ctx.has_bias, ctx.grad_border, ctx.images = pattern, bias is not None, grad_border, images
@@ -217,14 +219,16 @@ def fused(
 
 
 def _norm_arguments(how: Fused, images: int, channels: int, tensors: dict[str, Tensor | None]) -> Norm:
+    half = boundary.is_half(*(tensor for name, tensor in tensors.items() if name in MAPS and tensor is not None))
     described = {
         name: boundary.describe(tensor) if name in MAPS else boundary.address(tensor, channels, name)
         for name, tensor in tensors.items()
         if tensor is not None
     }
     return Norm(
-        images=images, norm=how.norm, relu=how.relu, pool=how.pool, eps=how.eps, momentum=how.momentum, **described
-    )
+        images=images, norm=how.norm, relu=how.relu, pool=how.pool, half=half, eps=how.eps, momentum=how.momentum,
+        **described,
+    )  # fmt: skip
 
 
 class _Fused(torch.autograd.Function):
@@ -246,8 +250,8 @@ class _Fused(torch.autograd.Function):
             residual = arena.with_border(residual, NO_BORDER)
         blocks, channels, height, width, _ = x.shape
         size = (height // 2, width // 2) if how.pool else (height, width)
-        out = arena.take((blocks, channels, *size), how.border)
-        mean, inv = x.new_empty(2, channels)
+        out = arena.take((blocks, channels, *size), how.border, x.dtype)
+        mean, inv = torch.empty(2, channels)
         gamma = boundary.as_vector(gamma, channels, "weight of the norm")
         beta = boundary.as_vector(beta, channels, "bias of the norm")
         statistics = [
@@ -257,7 +261,8 @@ class _Fused(torch.autograd.Function):
             "y": x, "out": out, "residual": residual, "gamma": gamma, "beta": beta,
             "running_mean": statistics[0], "running_var": statistics[1], "mean": mean, "inv": inv,
         }  # fmt: skip
-        library.load().eq_norm(byref(_norm_arguments(how, images, channels, tensors)), library.threads())
+        arguments = _norm_arguments(how, images, channels, tensors)
+        library.load().eq_norm(byref(arguments), library.threads())
         if running is not None and how.norm == BATCH:
             for tensor, updated in zip(running, statistics, strict=True):
                 if updated is not None and updated is not tensor:
@@ -272,15 +277,16 @@ class _Fused(torch.autograd.Function):
         x, residual, gamma, beta, mean, inv = ctx.saved_tensors
         grad = arena.with_border(grad, NO_BORDER)
         shape = (x.shape[0], x.shape[1], x.shape[2], x.shape[3])
-        dx = arena.take(shape, ctx.borders[0])
-        dresidual = None if residual is None else arena.take(shape, ctx.borders[1])
-        dgamma = None if gamma is None else x.new_empty(shape[1])
-        dbeta = None if beta is None else x.new_empty(shape[1])
+        dx = arena.take(shape, ctx.borders[0], x.dtype)
+        dresidual = None if residual is None else arena.take(shape, ctx.borders[1], x.dtype)
+        dgamma = None if gamma is None else torch.empty(shape[1])
+        dbeta = None if beta is None else torch.empty(shape[1])
         tensors = {
             "y": x, "residual": residual, "gamma": gamma, "beta": beta, "mean": mean, "inv": inv,
             "dy": dx, "dresidual": dresidual, "dout": grad, "dgamma": dgamma, "dbeta": dbeta,
         }  # fmt: skip
-        library.load().eq_norm_grad(byref(_norm_arguments(ctx.how, ctx.images, shape[1], tensors)), library.threads())
+        arguments = _norm_arguments(ctx.how, ctx.images, shape[1], tensors)
+        library.load().eq_norm_grad(byref(arguments), library.threads())
         return dx, dresidual, dgamma, dbeta, None, None, None, None, None
 
 
@@ -311,5 +317,5 @@ def avg_pool(x: Blocked, kernel: tuple[int, int] | None = None) -> Blocked:
 
 def flatten(x: Blocked) -> Blocked:
     """Flatten all dimensions but the batch, in torch's order."""
-    blocks, channels, height, width, _ = x.data.shape
-    return Blocked(x.data.reshape(blocks, channels * height * width, 1, 1, LANES), x.images, dims=2)
+    blocks, channels, height, width, lanes = x.data.shape
+    return Blocked(x.data.reshape(blocks, channels * height * width, 1, 1, lanes), x.images, dims=2)

@@ -71,7 +71,7 @@ class Buffers:
         plain = Map(images.ctypes.data, *images.shape, *(step // FLOAT for step in images.strides))
         blocked = Map.from_buffer_copy(self._maps[planes])
         blocked.n = -(-len(images) // LANES)
-        library.load().eq_layout(byref(plain), byref(blocked), to_planes, threads)
+        library.load().eq_layout(byref(plain), byref(blocked), to_planes, False, threads)
 
     def _addressed(self, described: Map, planes: Planes) -> Map:
         """Turn the index of a description into an address."""

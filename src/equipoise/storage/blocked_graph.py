@@ -21,15 +21,18 @@ BLOCKED = (operators.relu, operators.max_pool, operators.add, operators.avg_pool
 BORDERED = {to_blocked, operators.relu, operators.max_pool, operators.add}
 
 
-def blocked_graph(graph: fx.Graph, model: nn.Module, plain: frozenset[str]) -> fx.Graph:
+def blocked_graph(
+    graph: fx.Graph, model: nn.Module, plain: frozenset[str], dtype: torch.dtype = torch.float32
+) -> fx.Graph:
     """Return a graph of the same function, with packed layers and the operations around them in the blocked layout.
 
     Args:
         graph: The graph of a packed model.
         model: The model.
         plain: Packed layers that take plain tensors, by name.
+        dtype: Type of the blocked activations.
     """
-    new = _Converter(graph, model, plain).run()
+    new = _Converter(graph, model, plain, dtype).run()
     modules = dict(model.named_modules())
     _fuse(new, modules)
     _set_borders(new, {name: module for name, module in modules.items() if name not in plain})
@@ -44,7 +47,8 @@ def _pair(value: Any) -> tuple[int, int]:
 class _Converter:
     """Copies a graph node by node and records which values are blocked."""
 
-    def __init__(self, graph: fx.Graph, model: nn.Module, plain: frozenset[str]) -> None:
+    def __init__(self, graph: fx.Graph, model: nn.Module, plain: frozenset[str], dtype: torch.dtype) -> None:
+        self.options: dict[str, Any] = {} if dtype is torch.float32 else {"dtype": dtype}
         self.old, self.modules, self.layers_left_plain = graph, dict(model.named_modules()), plain
         self.new = fx.Graph()
         self.plain: dict[Node, Node] = {}
@@ -66,7 +70,7 @@ class _Converter:
 
     def _as_blocked(self, node: Node) -> Node:
         if node not in self.blocked:
-            self.blocked[node] = self.new.call_function(to_blocked, (self.plain[node],))
+            self.blocked[node] = self.new.call_function(to_blocked, (self.plain[node],), self.options)
         return self.blocked[node]
 
     def _convert(self, node: Node) -> Node | None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -16,13 +17,16 @@ from equipoise.storage.packed_modules import BLOCKED_NORMS, BlockedBatchNorm, Pa
 from equipoise.storage.shortcut import Run, Shortcut
 from equipoise.storage.trace import Reading, is_leaf, read
 
+PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 
-def pack_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
+
+def pack_masks(model: nn.Module, masks: Mapping[str, Tensor], precision: str = "float32") -> nn.Module:
     """Return a copy of `model` whose masked layers hold only their active weights.
 
     Args:
         model: A dense model.
         masks: Boolean masks by parameter name, such as `features.0.weight`.
+        precision: As in `add_shortcuts`.
 
     Raises:
         UserError: If a mask does not belong to a layer that can be packed.
@@ -30,24 +34,34 @@ def pack_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
     model = copy.deepcopy(model)
     for name, mask in masks.items():
         pack_layer(model, name, mask)
-    return add_shortcuts(model)
+    return add_shortcuts(model, precision)
 
 
-def add_shortcuts(model: nn.Module) -> nn.Module:
-    """Let the largest parts of a packed model that can be read run in the blocked layout, and return the model."""
+def add_shortcuts(model: nn.Module, precision: str = "float32") -> nn.Module:
+    """Let the largest parts of a packed model that can be read run in the blocked layout, and return the model.
+
+    Args:
+        model: The packed model.
+        precision: Activations between the layers of such a part: `float32` or `bf16`.
+
+    Raises:
+        UserError: If there is no such precision.
+    """
+    if precision not in PRECISIONS:
+        raise UserError(f'precision must be "float32" or "bf16", not {precision!r}')
     if available():
-        _add_shortcuts(model)
+        _add_shortcuts(model, PRECISIONS[precision])
     return model
 
 
-def _add_shortcuts(module: nn.Module) -> None:
+def _add_shortcuts(module: nn.Module, dtype: torch.dtype) -> None:
     reading = None if is_leaf(module) else read(module)
     if reading is not None and any(isinstance(part, PackedLayer) for part in reading.modules):
         use_blocked_norms(reading)
-        module.forward = BlockedForward(module, dense_layers(module))
+        module.forward = BlockedForward(module, dense_layers(module), dtype)
     elif not is_leaf(module):
         for child in module.children():
-            _add_shortcuts(child)
+            _add_shortcuts(child, dtype)
 
 
 def use_blocked_norms(reading: Reading) -> None:
@@ -69,17 +83,20 @@ class BlockedForward(Shortcut):
         module: The module.
         dense: Layers that run dense, on plain tensors. They are those of the model when it is packed, so that a run
             whose density changes computes the same numbers if it is stopped and resumed.
+        dtype: Type of the blocked activations. In bfloat16 the shortcut also runs under autocast.
     """
 
-    def __init__(self, module: nn.Module, dense: frozenset[str]) -> None:
+    def __init__(self, module: nn.Module, dense: frozenset[str], dtype: torch.dtype = torch.float32) -> None:
         super().__init__(module)
-        self._dense = dense
+        self._dense, self._dtype = dense, dtype
+        self.runs_in_autocast = dtype is torch.bfloat16
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.module, self._dense)
+        return type(self), (self.module, self._dense, self._dtype)
 
-    def compile(self, reading: Reading, tokens: frozenset[str]) -> Run:
-        graph = blocked_graph(reading.graph, self.module, tokens | self._dense)
+    def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run:
+        dtype = torch.float32 if exact else self._dtype
+        graph = blocked_graph(reading.graph, self.module, tokens | self._dense, dtype)
         return type(fx.GraphModule(self.module, graph)).forward  # a function of the module, which it does not keep
 
 

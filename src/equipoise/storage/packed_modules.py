@@ -181,7 +181,7 @@ class PackedLayer(nn.Module):
 
     def _run_dense(self, x: Tensor | Blocked, border: Border) -> Tensor | Blocked:
         out = self.dense_forward(from_blocked(x) if isinstance(x, Blocked) else x)
-        return to_blocked(out, border) if isinstance(x, Blocked) else out
+        return to_blocked(out, border, x.data.dtype) if isinstance(x, Blocked) else out
 
     def dense_forward(self, x: Tensor) -> Tensor:
         """Compute the layer with the dense weight."""
@@ -278,7 +278,7 @@ class PackedLinear(PackedLayer):
         if isinstance(x, Blocked):
             if x.dims == 2:
                 return super().forward(x)
-            return to_blocked(cast(Tensor, self.forward(from_blocked(x))), border)
+            return to_blocked(cast(Tensor, self.forward(from_blocked(x))), border, x.data.dtype)
         if not x.dim():
             raise self._wrong_dims(())
         if self.dense or not library.available():

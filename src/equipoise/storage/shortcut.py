@@ -45,6 +45,7 @@ class Shortcut:
     """
 
     computes_the_same = True
+    runs_in_autocast = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -54,12 +55,13 @@ class Shortcut:
         self._plans: dict[tuple[bool, int], Plan | None] = {}
         self._differs = False
 
-    def compile(self, reading: Reading, tokens: frozenset[str]) -> Run | None:
+    def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run | None:
         """Return a function of the module and its input; `None` if there is no faster one.
 
         Args:
             reading: The graph.
             tokens: Linear layers whose input has more than two dimensions, by name.
+            exact: Whether to compute in float32, to be compared with the forward of the class.
         """
         raise NotImplementedError
 
@@ -73,7 +75,7 @@ class Shortcut:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not args and kwargs.keys() == {self._name}:
             args, kwargs = tuple(kwargs.values()), {}
-        if self._differs or kwargs or len(args) != 1 or _is_special() or not _is_batch(args[0]):
+        if self._differs or kwargs or len(args) != 1 or self._is_special() or not _is_batch(args[0]):
             return self.original(*args, **kwargs)
         x: Tensor = args[0]
         key = self.module.training, x.dim()
@@ -81,6 +83,11 @@ class Shortcut:
         if key not in self._plans or (plan is not None and not self.is_current(plan)):
             plan = self._first(key, x)
         return self.original(x) if plan is None else plan.run(self.module, x)
+
+    def _is_special(self) -> bool:
+        """Whether something outside the module takes part in its calls, such as torch.compile."""
+        autocast = torch.is_autocast_enabled("cpu") and not self.runs_in_autocast
+        return torch.compiler.is_compiling() or autocast or _has_any_global_hook()
 
     @torch.no_grad()
     def _first(self, key: tuple[bool, int], x: Tensor) -> Plan | None:
@@ -91,14 +98,18 @@ class Shortcut:
         self._plans[key] = None
         if reading is None:
             return None
+        with torch.autocast("cpu", enabled=False):
+            return self._compared(key, x, reading)
+
+    def _compared(self, key: tuple[bool, int], x: Tensor, reading: Reading) -> Plan | None:
         tokens: set[PackedLinear] = set()
         expected = _outcome(lambda twin: type(twin).forward(twin, x), self.module, tokens)
         names = {name for name, layer in self.module.named_modules() if layer in tokens}
-        run = self.compile(reading, frozenset(names))
-        if run is None:
+        run, exact = (self.compile(reading, frozenset(names), exact) for exact in (False, True))
+        if run is None or exact is None:
             return None
         plan = Plan(reading, run)
-        found = _outcome(lambda twin: run(twin, x), self.module)
+        found = _outcome(lambda twin: exact(twin, x), self.module)
         if isinstance(expected, Exception) and isinstance(found, Exception):
             del self._plans[key]  # the input was wrong
         elif _agree(found, expected):
@@ -116,11 +127,6 @@ class Shortcut:
 
 def _is_batch(x: Any) -> bool:
     return type(x) is Tensor and 2 <= x.dim() <= 4  # others have no blocked layout
-
-
-def _is_special() -> bool:
-    """Whether something outside the module takes part in its calls, such as torch.compile."""
-    return torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or _has_any_global_hook()
 
 
 def _outcome(function: Callable[[nn.Module], Any], module: nn.Module, tokens: set[PackedLinear] | None = None) -> Any:

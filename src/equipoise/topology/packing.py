@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from equipoise.topology.topology import Topology
 
 
-def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) -> nn.Module:
+def pack(
+    model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology, precision: str = "float32"
+) -> nn.Module:
     """Return a copy of a model that computes the same function and stores only its active weights.
 
     To train in packed storage, pack and attach the same algorithm:
@@ -46,9 +48,15 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
         model: The model; it is copied.
         what: The active weights: masks by parameter name ("features.0.weight"), an attached topology, or an algorithm,
             whose initial mask is used.
+        precision: `bf16` stores activations between blocked layers, and their gradients, in bfloat16, which halves the
+            memory that a step moves. Weights, their gradients, statistics of BatchNorm and all sums stay float32.
+            Inputs and outputs are float32. Layers that run outside the blocked layout compute in float32.
+
+    Raises:
+        UserError: If the model cannot be packed, or there is no such precision.
     """
     if isinstance(what, Mapping):
-        return pack_masks(model, what)
+        return pack_masks(model, what, precision)
     if isinstance(what, Algorithm):
         plan = plan_layers(what, model)  # before the copy: a model that is refused may not be copyable
         warn_about_lost(what, plan, stacklevel=2)
@@ -61,7 +69,7 @@ def pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology) ->
         model = copy.deepcopy(model)
         for layer in what.layers:
             pack_layer(model, layer.name, layer.mask(), layer.final)
-    return add_shortcuts(model)
+    return add_shortcuts(model, precision)
 
 
 def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:

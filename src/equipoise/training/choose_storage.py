@@ -41,8 +41,6 @@ def _obstacle(recipe: Recipe, model: nn.Module, device: torch.device) -> str | N
     """Why the weights cannot be packed; `None` if they can."""
     if device.type != "cpu":
         return f"the kernels are for a CPU, and the device is {device}"
-    if recipe.precision == "bf16":
-        return "the kernels are for float32, and the precision is bf16"
     if obstacle := recipe.topology.packing_obstacle():
         return obstacle
     return why_not(model, recipe.topology)

@@ -28,7 +28,7 @@ from equipoise.training.flat_gradients import FlatGradients
 from equipoise.training.loaders import AnyLoader, scoring_loaders, training_loader
 from equipoise.training.meter import Meter, add_batch
 from equipoise.training.passes import Passes
-from equipoise.training.precision import prepare_gpu
+from equipoise.training.precision import packed_precision, prepare_gpu
 from equipoise.training.recipe import Recipe
 from equipoise.training.step import Step
 from equipoise.training.sync_batchnorm import SyncedBatchNorm, synchronise
@@ -93,7 +93,7 @@ def make_parts(
     check_fit(model, recipe, train, len(splits.classes), device)
     packed = choose_storage(recipe, model, device) == "packed"
     if packed:
-        model = pack(model, recipe.topology)
+        model = pack(model, recipe.topology, packed_precision(recipe.precision))
     engine = engine or choose_engine(recipe, model, train, device, world, on_startup)
     groups = recipe.optimizer.groups(model)
     flat = None

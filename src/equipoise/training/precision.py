@@ -14,6 +14,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     return nullcontext()
 
 
+def packed_precision(precision: str) -> str:
+    """Precision of the activations in a packed model, which runs on a CPU: `auto` is float32."""
+    return "bf16" if precision == "bf16" else "float32"
+
+
 def prepare_gpu(precision: str, device: torch.device) -> None:
     """Set the process to TF32, unless the precision is float32, and to convolutions chosen by measured speed."""
     if device.type != "cuda":

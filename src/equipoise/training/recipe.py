@@ -143,7 +143,8 @@ class Recipe:
         schedule: The learning rate over time.
         epochs: Epochs of training.
         seed: The seed of the run. All other seeds are derived from it.
-        precision: `auto` is bf16 on a GPU and float32 on a CPU. With `float32` a GPU does not use TF32 either.
+        precision: `auto` is bf16 on a GPU and float32 on a CPU. With `float32` a GPU does not use TF32 either. With
+            `bf16` a packed model stores the activations between its layers in bf16 and computes in float32.
         engine: `auto` compiles and captures the steps on a GPU; `eager` does not.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         storage: `masked` keeps sparse weights as dense tensors with zeros, `packed` as vectors of their active

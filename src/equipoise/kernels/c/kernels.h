@@ -2,10 +2,12 @@
 #define EQUIPOISE_KERNELS_H
 /* Sparse convolution on batch-blocked activations, and the layers around it.
  *
- * A map is (n, c, h, w, 16). Its innermost axis ("lanes") is sixteen images side by side, so that one weight
- * multiplies two full vectors and every pattern of weights vectorises. A map is described by a pointer to its
- * first interior element and by steps in floats. A border of zeros around each plane replaces bounds checks.
- * Lanes beyond the batch size hold any finite values in activations and zeros in gradients.
+ * A map is (n, c, h, w, 16). Its innermost axis ("lanes") is sixteen words side by side, so that one weight
+ * multiplies full vectors and every pattern of weights vectorises. A word is the float of one image, or two bf16
+ * numbers (`half`): those of an even image, in the low bits, and of the next one. Both kinds thus have the same
+ * steps, counted in words. A map is described by a pointer to its first interior element and by steps. A border
+ * of zeros around each plane replaces bounds checks. Lanes beyond the batch size hold any finite values in
+ * activations and zeros in gradients. All sums are float.
  *
  * A pattern is a list of taps (weight, offset into the source map), sorted by block of source channels and
  * then by destination channel. The planes that the taps of a block read fit into the first-level cache.
@@ -17,7 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define EQ_ABI 4 /* raise with any change of a signature or struct, here and in library.py */
+#define EQ_ABI 5 /* raise with any change of a signature or struct, here and in library.py */
 #define LANES 16
 #ifndef STREAM_BYTES
 #define STREAM_BYTES (2 << 20)
@@ -30,14 +32,18 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-/* 32 bytes: GCC splits wider vectors into scalars if the machine lacks them. */
-typedef float vec __attribute__((vector_size(32), aligned(4), may_alias));
-typedef int32_t bits __attribute__((vector_size(32), aligned(4), may_alias));
+#ifndef VECTOR_BYTES
+#define VECTOR_BYTES 32 /* GCC splits wider vectors into scalars if the machine lacks them */
+#endif
+#define WORDS (VECTOR_BYTES / 4)
+typedef float vec __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef int32_t bits __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 
 typedef struct {
     float *data;
     int64_t n, c, h, w;          /* extent: blocks of images, channels, rows, columns */
-    int64_t sn, sc, sh, sw;      /* steps, in floats */
+    int64_t sn, sc, sh, sw;      /* steps, in words */
 } map;
 
 typedef struct {
@@ -49,7 +55,10 @@ INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
 /* Writes past the caches: the lines of a large map would be read only to be overwritten. */
 INLINE void stream(float *p, vec v) {
-#if defined(__SSE__)
+#if VECTOR_BYTES == 64
+    typedef float aligned_vec __attribute__((vector_size(64)));
+    __builtin_ia32_movntps512(p, (aligned_vec)v);
+#elif defined(__SSE__)
     typedef float quad __attribute__((vector_size(16)));
     __builtin_ia32_movntps(p, (quad){v[0], v[1], v[2], v[3]});
     __builtin_ia32_movntps(p + 4, (quad){v[4], v[5], v[6], v[7]});
@@ -57,7 +66,7 @@ INLINE void stream(float *p, vec v) {
     store(p, v);
 #endif
 }
-INLINE vec splat(float a) { return (vec){a, a, a, a, a, a, a, a}; }
+INLINE vec splat(float a) { return a - (vec){0}; }
 INLINE vec where(bits mask, vec v) { return (vec)(mask & (bits)v); }
 /* relu and larger pass NaN on, as torch does: a diverged run must not look healthy. */
 INLINE vec relu(vec v) { return where(~(v < splat(0)), v); }
@@ -67,10 +76,31 @@ INLINE vec larger(vec a, vec b) {
 }
 INLINE float sum(vec v) {
     float s = 0;
-    for (int i = 0; i < 8; i++) s += v[i];
+    for (int i = 0; i < WORDS; i++) s += v[i];
     return s;
 }
 
+/* The numbers of the even (`odd` = 0) or odd images in a vector of words. Words of floats have even images only. */
+INLINE vec take(const float *p, const int odd, const int half) {
+    if (!half) return load(p);
+    const words w = *(const words *)p;
+    return odd ? (vec)(w & 0xffff0000u) : (vec)(w << 16);
+}
+/* To the nearest bf16 number, ties to even, in the high bits; NaN stays NaN. */
+INLINE words rounded(vec v) {
+    const words w = (words)v, nan = (words)(v != v);
+    return (w + 0x7fff + ((w >> 16) & 1)) | (nan & 0x7fc00000u);
+}
+/* Writes a vector of words: v[0], or v[0] of even and v[1] of odd images; past the caches if `past`. */
+INLINE void put(float *p, const vec v[2], const int half, const int past) {
+    const vec w = half ? (vec)((rounded(v[0]) >> 16) | (rounded(v[1]) & 0xffff0000u)) : v[0];
+    if (past)
+        stream(p, w);
+    else
+        store(p, w);
+}
+
+#if VECTOR_BYTES == 32
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -98,6 +128,7 @@ INLINE void transpose8(vec v[8]) {
         v[i + 4] = SHUFFLE(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
     }
 }
+#endif
 
 /* Whether a map is large enough for writes past the caches, and aligned to cache lines. */
 INLINE int streams(const map *m) {
@@ -115,6 +146,7 @@ typedef void (*job)(const void *work, int part, int parts);
 void eq_run(job work, const void *arguments, int threads);
 /* to[j][i] = from[i][j] for i < rows and j < columns. */
 void eq_transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows, int64_t columns);
+int eq_wide(void); /* whether conv_wide.c has its functions, and the machine their vectors of 64 bytes */
 int eq_accumulators(void); /* vectors that a kernel can keep in registers, a power of two */
 int64_t eq_split_rows(const int32_t *start, int64_t blocks, int64_t rows, int part, int parts);
 /* Not initialised, aligned to a cache line; NULL if there is no memory; release with free(). Functions that need

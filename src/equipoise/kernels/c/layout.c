@@ -20,7 +20,7 @@ CLONES void eq_transpose(const float *from, int64_t from_step, float *to, int64_
 
 typedef struct {
     const map *plain, *blocked; /* plain: n counts images */
-    int to_blocked;
+    int to_blocked, half;
 } layout_work;
 
 CLONES static void layout_plane(const layout_work *a, int64_t n, int64_t c) {
@@ -44,14 +44,38 @@ CLONES static void layout_plane(const layout_work *a, int64_t n, int64_t c) {
     }
 }
 
+/* A position has the bf16 numbers of 32 images. */
+CLONES static void layout_half_plane(const layout_work *a, int64_t n, int64_t c) {
+    const map *x = a->plain, *y = a->blocked;
+    const int64_t left = x->n - n * 2 * LANES, real = left < 2 * LANES ? left : 2 * LANES;
+    for (int64_t h = 0; h < y->h; h++)
+        for (int64_t w = 0; w < y->w; w++) {
+            float *p = x->data + n * 2 * LANES * x->sn + c * x->sc + h * x->sh + w * x->sw;
+            float *q = at(y, n, c, h) + w * LANES;
+            for (int64_t j = 0; j < LANES; j += WORDS) {
+                vec v[2] = {splat(0), splat(0)};
+                if (!a->to_blocked) v[0] = take(q + j, 0, 1), v[1] = take(q + j, 1, 1);
+                for (int64_t i = 2 * j, k = 0; k < WORDS; k++, i += 2)
+                    for (int e = 0; e < 2; e++) {
+                        if (i + e >= real) continue;
+                        if (a->to_blocked)
+                            v[e][k] = p[(i + e) * x->sn];
+                        else
+                            p[(i + e) * x->sn] = v[e][k];
+                    }
+                if (a->to_blocked) put(q + j, v, 1, 0);
+            }
+        }
+}
+
 static void layout_job(const void *work, int part, int parts) {
     const layout_work *a = work;
     const int64_t planes = a->blocked->n * a->blocked->c;
     for (int64_t i = planes * part / parts; i < planes * (part + 1) / parts; i++)
-        layout_plane(a, i / a->blocked->c, i % a->blocked->c);
+        (a->half ? layout_half_plane : layout_plane)(a, i / a->blocked->c, i % a->blocked->c);
 }
 
-void eq_layout(const map *plain, const map *blocked, int to_blocked, int threads) {
-    layout_work a = {plain, blocked, to_blocked};
+void eq_layout(const map *plain, const map *blocked, int to_blocked, int half, int threads) {
+    layout_work a = {plain, blocked, to_blocked, half};
     eq_run(layout_job, &a, threads);
 }

@@ -7,7 +7,7 @@ typedef struct {
     map y, out;            /* before and after; pooling halves height and width of out */
     map residual;          /* added before ReLU; data is NULL if there is none */
     int64_t images;        /* in the batch; the last block may be filled only in part */
-    int32_t norm, relu, pool;
+    int32_t norm, relu, pool, half;
     float eps, momentum;   /* momentum: weight of this batch in the running statistics */
     const float *gamma, *beta;
     float *running_mean, *running_var;
@@ -16,27 +16,35 @@ typedef struct {
     float *dgamma, *dbeta;
 } norm_work;
 
-/* 1 in lanes that hold an image of the batch. */
-INLINE void real_lanes(const norm_work *a, int64_t n, vec lanes[2]) {
-    float real[LANES];
-    for (int i = 0; i < LANES; i++) real[i] = n * LANES + i < a->images;
-    lanes[0] = load(real), lanes[1] = load(real + 8);
+/* 1 in lanes that hold an image of the batch, by vector of words and by even or odd image. */
+INLINE void real_lanes(const norm_work *a, int64_t n, vec lanes[2][2], const int half) {
+    for (int j = 0; j < 2; j++)
+        for (int e = 0; e <= half; e++) {
+            float real[WORDS];
+            for (int i = 0; i < WORDS; i++) real[i] = ((n * LANES + j * WORDS + i) << half) + e < a->images;
+            lanes[j][e] = load(real);
+        }
 }
 
 /* Mean and variance of a channel, from sums shifted by its first value to avoid cancellation. */
-INLINE void statistics(const norm_work *a, int64_t c, double *mean, double *var) {
-    const float shift = a->y.data[c * a->y.sc];
+INLINE void statistics(const norm_work *a, int64_t c, double *mean, double *var, const int half) {
+    const float *origin = a->y.data + c * a->y.sc;
+    const float shift = half ? take(origin, 0, 1)[0] : *origin;
     const vec s = splat(shift);
     double first = 0, second = 0;
     for (int64_t n = 0; n < a->y.n; n++) {
-        vec lanes[2], one = splat(0), two = splat(0);
-        real_lanes(a, n, lanes);
+        vec lanes[2][2], one = splat(0), two = splat(0);
+        real_lanes(a, n, lanes, half);
         for (int64_t h = 0; h < a->y.h; h++) {
             const float *p = at(&a->y, n, c, h);
             for (int64_t i = 0; i < a->y.w * LANES; i += LANES) {
-                const vec u = (load(p + i) - s) * lanes[0], v = (load(p + i + 8) - s) * lanes[1];
-                one += u + v;
-                two += u * u + v * v;
+                for (int j = 0; j <= half; j++) { /* all words at once, or even and odd images of half of them */
+                    const float *q = p + i + j * WORDS, *r = half ? q : q + WORDS;
+                    const vec u = (take(q, 0, half) - s) * lanes[j][0];
+                    const vec v = (take(r, 1, half) - s) * (half ? lanes[j][1] : lanes[1][0]);
+                    one += u + v;
+                    two += u * u + v * v;
+                }
             }
         }
         first += sum(one);
@@ -49,12 +57,12 @@ INLINE void statistics(const norm_work *a, int64_t c, double *mean, double *var)
 }
 
 /* Scale and shift of a channel: z = scale * y + shift, before residual, ReLU and pool. */
-INLINE void prepare(const norm_work *a, int64_t c, float *scale, float *shift) {
+INLINE void prepare(const norm_work *a, int64_t c, float *scale, float *shift, const int half) {
     *scale = 1, *shift = 0;
     if (a->norm == IDENTITY) return;
     if (a->norm == BATCH) {
         double mean, var;
-        statistics(a, c, &mean, &var);
+        statistics(a, c, &mean, &var, half);
         a->mean[c] = mean;
         a->inv[c] = 1 / sqrt(var + a->eps);
         const double count = (double)a->images * a->y.h * a->y.w;
@@ -70,37 +78,43 @@ INLINE void prepare(const norm_work *a, int64_t c, float *scale, float *shift) {
     *shift = (a->beta ? a->beta[c] : 0) - a->mean[c] * *scale;
 }
 
-INLINE void apply(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift, const int past) {
+INLINE void apply(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift, const int half, const int past) {
     const int step = a->pool ? 2 * LANES : LANES;
     for (int64_t h = 0; h < a->out.h; h++) {
         const float *p = at(&a->y, n, c, a->pool ? 2 * h : h), *below = p + a->y.sh;
         const float *r = a->residual.data ? at(&a->residual, n, c, h) : NULL;
         float *q = at(&a->out, n, c, h);
         for (int64_t i = 0; i < a->out.w; i++) {
-            for (int half = 0; half < LANES; half += 8) {
-                const float *s = p + i * step + half, *t = below + i * step + half;
-                vec z = scale * load(s) + shift;
-                if (a->pool) {
-                    z = larger(z, scale * load(s + LANES) + shift);
-                    z = larger(z, larger(scale * load(t) + shift, scale * load(t + LANES) + shift));
+            for (int j = 0; j < LANES; j += WORDS) {
+                const float *s = p + i * step + j, *t = below + i * step + j;
+                vec z[2];
+                for (int e = 0; e <= half; e++) {
+                    z[e] = scale * take(s, e, half) + shift;
+                    if (a->pool) {
+                        z[e] = larger(z[e], scale * take(s + LANES, e, half) + shift);
+                        const vec left = scale * take(t, e, half) + shift;
+                        z[e] = larger(z[e], larger(left, scale * take(t + LANES, e, half) + shift));
+                    }
+                    if (r) z[e] += take(r + i * LANES + j, e, half);
+                    if (a->relu) z[e] = relu(z[e]);
                 }
-                if (r) z += load(r + i * LANES + half);
-                if (a->relu) z = relu(z);
-                if (past)
-                    stream(q + i * LANES + half, z);
-                else
-                    store(q + i * LANES + half, z);
+                put(q + i * LANES + j, z, half, past);
             }
         }
     }
 }
 
-CLONES static void norm_channel(const norm_work *a, int64_t c) {
+INLINE void norm_channel_of(const norm_work *a, int64_t c, const int half) {
     float scale, shift;
-    prepare(a, c, &scale, &shift);
+    prepare(a, c, &scale, &shift, half);
     const int past = streams(&a->out);
     for (int64_t n = a->y.n - 1; n >= 0; n--) /* the last maps are still in cache */
-        past ? apply(a, n, c, splat(scale), splat(shift), 1) : apply(a, n, c, splat(scale), splat(shift), 0);
+        past ? apply(a, n, c, splat(scale), splat(shift), half, 1)
+             : apply(a, n, c, splat(scale), splat(shift), half, 0);
+}
+
+CLONES static void norm_channel(const norm_work *a, int64_t c) {
+    a->half ? norm_channel_of(a, c, 1) : norm_channel_of(a, c, 0);
 }
 
 static void norm_job(const void *work, int part, int parts) {
@@ -110,24 +124,24 @@ static void norm_job(const void *work, int part, int parts) {
 
 void eq_norm(const norm_work *a, int threads) { eq_run(norm_job, a, threads); }
 
-/* Half of the lanes of one position, or of a 2x2 window: values y and the gradient that reaches each of them. */
+/* A vector of one position, or of a 2x2 window: values y and the gradient that reaches each of them. */
 typedef struct {
     vec y[4], g[4];
 } window;
 
 INLINE window look(const norm_work *a, const float *y, const float *g, const float *r, vec scale, vec shift,
-                   const int cells) {
+                   const int cells, const int e, const int half) {
     const int64_t cell[4] = {0, LANES, a->y.sh, a->y.sh + LANES};
     window v;
     vec z[4];
     for (int i = 0; i < cells; i++) {
-        v.y[i] = load(y + cell[i]);
+        v.y[i] = take(y + cell[i], e, half);
         z[i] = scale * v.y[i] + shift;
     }
-    vec top = z[0], got = load(g);
+    vec top = z[0], got = take(g, e, half);
     for (int i = 1; i < cells; i++) top = larger(z[i], top);
     vec after = top;
-    if (r) after += load(r);
+    if (r) after += take(r, e, half);
     if (a->relu) got = where(after > splat(0), got);
     bits open = top == top;
     for (int i = 0; i < cells; i++) { /* the first of equal values gets the gradient, as in torch */
@@ -139,13 +153,13 @@ INLINE window look(const norm_work *a, const float *y, const float *g, const flo
 }
 
 typedef struct {
-    vec scale, shift, mean, by_g, by_y, constant, lanes[2];
+    vec scale, shift, mean, by_g, by_y, constant, lanes[2][2];
     vec sum_g, sum_gy;
 } channel_state;
 
 /* One plane: sums in the first pass, dy in the second (`write`). */
 INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *k, int write, const int cells,
-                       const int past) {
+                       const int half, const int past) {
     const int64_t target[4] = {0, LANES, a->dy.sh, a->dy.sh + LANES};
     const int64_t side = cells == 4 ? 2 : 1;
     for (int64_t h = 0; h < a->dout.h; h++) {
@@ -154,42 +168,56 @@ INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *
         float *dy = write ? at(&a->dy, n, c, h * side) : NULL;
         float *dr = write && a->dresidual.data ? at(&a->dresidual, n, c, h) : NULL;
         for (int64_t i = 0; i < a->dout.w * LANES; i += LANES) {
-            for (int half = 0; half < 2; half++) {
-                const int64_t o = i + half * 8, yo = i * side + half * 8;
-                const window v = look(a, y + yo, g + o, r ? r + o : NULL, k->scale, k->shift, cells);
-                for (int j = 0; j < cells; j++) {
-                    const vec centred = v.y[j] - k->mean;
-                    if (write) {
-                        const vec d = k->by_g * v.g[j] + k->by_y * centred + k->constant;
-                        if (past)
-                            stream(dy + yo + target[j], d * k->lanes[half]);
-                        else
-                            store(dy + yo + target[j], d * k->lanes[half]);
-                    } else {
-                        k->sum_g += v.g[j];
-                        k->sum_gy += v.g[j] * centred;
+            for (int part = 0; part < 2; part++) {
+                const int64_t o = i + part * WORDS, yo = i * side + part * WORDS;
+                vec d[4][2], got[2];
+                for (int e = 0; e <= half; e++) {
+                    const window v = look(a, y + yo, g + o, r ? r + o : NULL, k->scale, k->shift, cells, e, half);
+                    for (int j = 0; j < cells; j++) {
+                        const vec centred = v.y[j] - k->mean;
+                        if (write) {
+                            d[j][e] = k->by_g * v.g[j] + k->by_y * centred + k->constant;
+                            d[j][e] = d[j][e] * k->lanes[part][e];
+                        } else {
+                            k->sum_g += v.g[j];
+                            k->sum_gy += v.g[j] * centred;
+                        }
                     }
+                    got[e] = v.g[0];
                 }
-                if (dr) store(dr + o, v.g[0]);
+                for (int j = 0; write && j < cells; j++) put(dy + yo + target[j], d[j], half, past);
+                if (dr) put(dr + o, got, half, 0);
             }
         }
     }
 }
 
 /* Rows and columns that a 2x2 pool of an odd map leaves out: they get a gradient through the statistics only. */
-INLINE void back_rest(const norm_work *a, int64_t n, int64_t c, const channel_state *k) {
+INLINE void back_rest(const norm_work *a, int64_t n, int64_t c, const channel_state *k, const int half) {
     for (int64_t h = 0; h < a->y.h; h++) {
         const float *y = at(&a->y, n, c, h);
         float *dy = at(&a->dy, n, c, h);
         for (int64_t w = h < 2 * a->dout.h ? 2 * a->dout.w : 0; w < a->y.w; w++)
-            for (int half = 0; half < 2; half++) {
-                const int64_t o = w * LANES + half * 8;
-                store(dy + o, (k->by_y * (load(y + o) - k->mean) + k->constant) * k->lanes[half]);
+            for (int part = 0; part < 2; part++) {
+                const int64_t o = w * LANES + part * WORDS;
+                vec d[2];
+                for (int e = 0; e <= half; e++)
+                    d[e] = (k->by_y * (take(y + o, e, half) - k->mean) + k->constant) * k->lanes[part][e];
+                put(dy + o, d, half, 0);
             }
     }
 }
 
-CLONES static void norm_back_channel(const norm_work *a, int64_t c) {
+/* One or four cells per output, past the caches or not. */
+INLINE void back_any_plane(const norm_work *a, int64_t n, int64_t c, channel_state *k, const int write, const int half,
+                           int past) {
+    if (write && past)
+        a->pool ? back_plane(a, n, c, k, 1, 4, half, 1) : back_plane(a, n, c, k, 1, 1, half, 1);
+    else
+        a->pool ? back_plane(a, n, c, k, write, 4, half, 0) : back_plane(a, n, c, k, write, 1, half, 0);
+}
+
+INLINE void norm_back_channel_of(const norm_work *a, int64_t c, const int half) {
     const float mean = a->norm ? a->mean[c] : 0, inv = a->norm ? a->inv[c] : 1;
     const float scale = a->norm && a->gamma ? a->gamma[c] * inv : inv;
     const float shift = a->norm ? (a->beta ? a->beta[c] : 0) - mean * scale : 0;
@@ -198,7 +226,7 @@ CLONES static void norm_back_channel(const norm_work *a, int64_t c) {
     if (a->norm) {
         for (int64_t n = 0; n < a->y.n; n++) {
             k.sum_g = k.sum_gy = splat(0);
-            a->pool ? back_plane(a, n, c, &k, 0, 4, 0) : back_plane(a, n, c, &k, 0, 1, 0);
+            back_any_plane(a, n, c, &k, 0, half, 0);
             sum_g += sum(k.sum_g);
             sum_gy += sum(k.sum_gy);
         }
@@ -212,13 +240,14 @@ CLONES static void norm_back_channel(const norm_work *a, int64_t c) {
     }
     const int past = streams(&a->dy);
     for (int64_t n = a->y.n - 1; n >= 0; n--) {
-        real_lanes(a, n, k.lanes);
-        if (past)
-            a->pool ? back_plane(a, n, c, &k, 1, 4, 1) : back_plane(a, n, c, &k, 1, 1, 1);
-        else
-            a->pool ? back_plane(a, n, c, &k, 1, 4, 0) : back_plane(a, n, c, &k, 1, 1, 0);
-        if (a->pool) back_rest(a, n, c, &k);
+        real_lanes(a, n, k.lanes, half);
+        back_any_plane(a, n, c, &k, 1, half, past);
+        if (a->pool) back_rest(a, n, c, &k, half);
     }
+}
+
+CLONES static void norm_back_channel(const norm_work *a, int64_t c) {
+    a->half ? norm_back_channel_of(a, c, 1) : norm_back_channel_of(a, c, 0);
 }
 
 static void norm_back_job(const void *work, int part, int parts) {

@@ -2,7 +2,7 @@
 #include "kernels.h"
 
 void eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, int64_t blocks, int64_t reach,
-             const float *bias, int relu, int threads);
+             const float *bias, int relu, int half, int threads);
 void eq_flat_conv(const map *x, const map *y, const tap *taps, const int32_t *start, const float *bias, int relu,
                   int threads);
 
@@ -105,6 +105,6 @@ void eq_program(const step *steps, int64_t count, int threads) {
         else if (a->lanes == 1)
             eq_flat_conv(&a->x, &a->y, a->taps, a->start, a->shift, a->relu, threads);
         else
-            eq_conv(&a->x, &a->y, a->taps, a->start, a->blocks, a->reach, a->shift, a->relu, threads);
+            eq_conv(&a->x, &a->y, a->taps, a->start, a->blocks, a->reach, a->shift, a->relu, 0, threads);
     }
 }

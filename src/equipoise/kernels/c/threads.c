@@ -40,6 +40,16 @@ void *eq_scratch(size_t bytes) {
     return aligned_alloc(64, (bytes + 127) / 64 * 64);
 }
 
+int eq_wide(void) {
+#if defined(__AVX512VL__)
+    return 1;
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(EQ_NO_CLONES)
+    return __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
+#else
+    return 0;
+#endif
+}
+
 int eq_accumulators(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
     return __builtin_cpu_supports("avx512vl") ? 16 : 8; /* of 32 or 16 vector registers */
