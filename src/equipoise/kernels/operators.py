@@ -53,7 +53,7 @@ def input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, b
     shape = pattern.shape
     dy = arena.with_border(dy, shape.grad_border((size[2], size[3])))
     dx = arena.take((size[0], size[1], size[2], size[3]), border, dy.dtype)
-    with pattern.lend(transposed=True, one_block=boundary.is_half(dy)) as taps:
+    with pattern.lend(transposed=True) as taps:
         taps.load(values, *boundary.word_steps(dy)[1:3])
         for phase in range(taps.sorted.phases):
             row, column = divmod(phase, shape.stride[1])
@@ -92,7 +92,7 @@ def weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[Te
     count, channels = pattern.index.numel(), pattern.shape.out_channels
     dvalues = torch.empty(count)
     dbias = torch.empty(channels) if bias else None
-    with pattern.lend(one_block=boundary.is_half(x)) as taps:
+    with pattern.lend() as taps:
         taps.set_steps(*boundary.word_steps(x)[1:3])
         library.load().eq_conv_grad(
             byref(boundary.describe_source(x, dy.shape, pattern.shape.stride, taps.reach[0])),
@@ -134,7 +134,7 @@ class _Conv(torch.autograd.Function):
         x = arena.with_border(x, shape.padding)
         y = arena.take((x.shape[0], shape.out_channels, *shape.output((x.shape[2], x.shape[3]))), border, x.dtype)
         vector = boundary.as_vector(bias, shape.out_channels, "bias")
-        with pattern.lend(one_block=boundary.is_half(x)) as taps:
+        with pattern.lend() as taps:
             taps.load(values, *boundary.word_steps(x)[1:3])
             _run_conv(x, y, shape.stride, taps, vector)
         ctx.save_for_backward(x, values)

@@ -45,16 +45,15 @@ class SortedTaps:
         shape: The convolution.
         index: Ascending flat indices of the active weights, int32, checked by a `Pattern`.
         transposed: Whether the taps are those of the input gradient.
-        one_block: Whether all source channels form one block, so that a kernel stores each sum once.
     """
 
-    def __init__(self, shape: ConvShape, index: Tensor, transposed: bool, one_block: bool) -> None:
+    def __init__(self, shape: ConvShape, index: Tensor, transposed: bool) -> None:
         self.shape, self.transposed, self.count = shape, transposed, index.numel()
         rows, self.sources = shape.out_channels, shape.in_channels
         if transposed:
             rows, self.sources = self.sources, rows
         self.rows, self.phases = rows, math.prod(shape.stride) if transposed else 1
-        block = max(1, self.sources) if one_block else source_block(self.sources, rows * self.phases, self.count)
+        block = source_block(self.sources, rows * self.phases, self.count)
         self.blocks = -(-self.sources // block)
         self.start = torch.empty(self.phases * self.blocks * rows + 1, dtype=torch.int32)
         self.order, self.source, self.which = torch.empty(3, self.count, dtype=torch.int32)
@@ -175,24 +174,18 @@ class Pattern:
         index = index.to("cpu", copy=True)
         check_index(index, shape.weight_numel)  # of the copy: another thread may change the original
         self.shape, self.index = shape, index.to(torch.int32)
-        self._pools: dict[tuple[bool, bool], Pool[Taps]] = {}
+        self._pools: dict[bool, Pool[Taps]] = {}
 
     def fits(self, index: Tensor) -> bool:
         """Return whether this is the pattern of `index`, by value: a snapshot puts other indices into one tensor."""
         return index.dtype is torch.int32 and torch.equal(self.index, index)
 
-    def lend(self, transposed: bool = False, one_block: bool = False) -> AbstractContextManager[Taps]:
-        """Lend taps by output channel, or by input channel if `transposed`, for one call of a kernel.
-
-        Args:
-            transposed: Whether the taps are those of the input gradient.
-            one_block: Whether all source channels form one block.
-        """
-        key = transposed, one_block
-        pool = self._pools.get(key)
+    def lend(self, transposed: bool = False) -> AbstractContextManager[Taps]:
+        """Lend taps by output channel, or by input channel if `transposed`, for one call of a kernel."""
+        pool = self._pools.get(transposed)
         if pool is None:
-            pool = Pool(partial(Taps, SortedTaps(self.shape, self.index, transposed, one_block)))
-            pool = self._pools.setdefault(key, pool)
+            pool = Pool(partial(Taps, SortedTaps(self.shape, self.index, transposed)))
+            pool = self._pools.setdefault(transposed, pool)
         return pool.lend()
 
 

@@ -40,8 +40,8 @@ INLINE void set_next_tile(tile *next, int next_count, const tile *now, int count
 /* ---- convolution: forward, and input gradient on the transposed pattern ---- */
 
 CLONES static void conv_tile(const conv_work *a, const tile *t, const tile *next, int count, int64_t row,
-                             int64_t end) {
-    conv_any_tile(a, t, next, count, row, end);
+                             int64_t end, float *sums) {
+    conv_any_tile(a, t, next, count, row, end, sums);
 }
 
 static void conv_job(const void *work, int part, int parts) {
@@ -57,23 +57,31 @@ static void conv_job(const void *work, int part, int parts) {
         row = eq_split_rows(a->start, a->blocks, rows, part, parts);
         end = eq_split_rows(a->start, a->blocks, rows, part + 1, parts);
     }
+    float *sums = a->sums ? a->sums + part * rows * MAX_TILE * 2 * LANES : NULL;
     tile now, next;
     for (int64_t i = first; i < stop; i++) {
         const int count = tile_at(i, width, positions);
         if (i == first) set_tile(&now, a->x, a->y, i * width, count);
         const int then = i + 1 < stop ? tile_at(i + 1, width, positions) : 0;
         if (then) set_next_tile(&next, then, &now, count, a->x, a->y, (i + 1) * width, a->reach);
-        (a->wide ? eq_conv_tile_wide : conv_tile)(a, &now, then == count ? &next : NULL, count, row, end);
+        (a->wide ? eq_conv_tile_wide : conv_tile)(a, &now, then == count ? &next : NULL, count, row, end, sums);
         now = next;
     }
 }
 
-/* y[row] = bias[row] + sum of weight * x[position + offset]. The steps of x are per output position.
- * Maps of bf16 (`half`) need taps of one block: the sums of several would be rounded in between. */
-void eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, int64_t blocks,
+/* y[row] = bias[row] + sum of weight * x[position + offset]. The steps of x are per output position. */
+int eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, int64_t blocks,
              int64_t reach, const float *bias, int relu, int half, int threads) {
-    conv_work a = {x, y, taps, start, blocks, reach, bias, relu, half, blocks == 1 && streams(y), eq_wide()};
+    float *sums = NULL;
+    if (half && blocks > 1) {
+        sums = eq_scratch((threads > 1 ? threads : 1) * y->c * MAX_TILE * 2 * LANES * sizeof *sums);
+        if (!sums) return 1;
+    }
+    const int past = (half || blocks == 1) && streams(y);
+    conv_work a = {x, y, taps, start, blocks, reach, bias, sums, relu, half, past, eq_wide()};
     eq_run(conv_job, &a, threads);
+    free(sums);
+    return 0;
 }
 
 /* ---- weight gradient, for active weights only ---- */
@@ -96,7 +104,7 @@ static void grad_tiles(const grad_work *a, int64_t first, int64_t stop, int64_t 
         if (i == first) set_tile(&now, a->x, a->dy, i * a->width, count);
         const int then = i + 1 < stop ? tile_at(i + 1, a->width, positions) : 0;
         if (then) set_next_tile(&next, then, &now, count, a->x, a->dy, (i + 1) * a->width, a->reach);
-        (a->wide ? eq_grad_tile_wide : grad_tile)(a, &now, then == count ? &next : NULL, count, row, end, dot, dbias);
+        (a->dots ? eq_grad_tile_dot : a->wide ? eq_grad_tile_wide : grad_tile)(a, &now, then == count ? &next : NULL, count, row, end, dot, dbias);
         now = next;
     }
 }
@@ -145,14 +153,15 @@ static void add_up(const grad_work *a, int parts) {
 
 int eq_conv_grad(const map *x, const map *dy, const tap *taps, const int32_t *start, const int32_t *order,
                  int64_t blocks, int64_t reach, float *dvalues, float *dbias, int half, int threads) {
-    const int wide = half && eq_wide();
+    const int wide = half && eq_wide(), dots = wide && eq_dots();
     const int64_t count = start[blocks * dy->c] - start[0], positions = dy->n * dy->h * dy->w;
-    const int64_t width = tile_width(x, count, dy->c, half, wide);
+    const int rows_of_tiles = dy->w % DOT_TILE == 0 && x->sw == LANES && dy->sw == LANES;
+    const int64_t width = dots && rows_of_tiles ? DOT_TILE : tile_width(x, count, dy->c, half, wide);
     const int64_t tiles = (positions + width - 1) / width, room = (count + dy->c) * sizeof(sum8);
     const int by_rows = threads <= 1 || room > CACHED_SUMS || tiles < 8 * threads;
     sum8 *sums = eq_scratch(by_rows ? room : room * threads);
     if (!sums) return 1;
-    grad_work a = {x, dy, taps, start, order, blocks, reach, dvalues, dbias, width, tiles, sums, half, wide};
+    grad_work a = {x, dy, taps, start, order, blocks, reach, dvalues, dbias, width, tiles, sums, half, wide, dots};
     if (by_rows) {
         eq_run(grad_by_rows, &a, threads);
     } else {

@@ -4,13 +4,14 @@
 #include "kernels.h"
 
 #define MAX_TILE 8
+#define DOT_TILE 16 /* of neighbours in memory; for dot products, which need one register for each position */
 #define PARTS (LANES / WORDS) /* vectors of words in one position */
 typedef float sum8 __attribute__((vector_size(32), aligned(4), may_alias));
 
-/* Source and destination pointers of up to MAX_TILE consecutive positions. */
+/* Source and destination pointers of up to DOT_TILE consecutive positions. */
 typedef struct {
-    const float *x[MAX_TILE];
-    float *y[MAX_TILE];
+    const float *x[DOT_TILE];
+    float *y[DOT_TILE];
     int64_t block;       /* block of images of the last position */
     const float *unread; /* start of the part of a plane that this tile reads and the previous one did not */
     int64_t lines;       /* length of that part in positions; 0 if the tile spans several small planes */
@@ -39,6 +40,7 @@ typedef struct {
     int64_t blocks;
     int64_t reach; /* largest offset of a tap within a plane */
     const float *bias;
+    float *sums; /* of the rows of a tile between blocks, for each thread; only of bf16 maps with several blocks */
     int relu, half, stream, wide;
 } conv_work;
 
@@ -50,15 +52,20 @@ typedef struct {
     float *dvalues, *dbias;
     int64_t width, tiles;
     sum8 *sums; /* one for each tap and each row; of every thread if threads divide the tiles */
-    int half, wide;
+    int half, wide, dots;
 } grad_work;
 
-void eq_conv_tile_wide(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end);
+void eq_conv_tile_wide(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
+                       float *sums);
 void eq_grad_tile_wide(const grad_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
                        sum8 *dot, sum8 *dbias);
+void eq_grad_tile_dot(const grad_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
+                      sum8 *dot, sum8 *dbias);
 
+#define SUM(row, i, j, e) (sums + ((((row) - from) * T + (i)) * PARTS + (j)) * 2 * WORDS + (e) * WORDS)
+/* Sums that several blocks of source channels add to wait in y, or in `sums` if y is bf16. */
 INLINE void conv_rows(const conv_work *a, const tile *t, const tile *next, int64_t block, const int64_t from,
-                      const int64_t end, const int T, const int in_row, const int half, const int past) {
+                      const int64_t end, float *sums, const int T, const int in_row, const int half, const int past) {
     const int32_t *start = a->start + block * a->y->c;
     const int first = block == 0, last = block == a->blocks - 1;
     const float *x[MAX_TILE];
@@ -72,7 +79,7 @@ INLINE void conv_rows(const conv_work *a, const tile *t, const tile *next, int64
         const tap *k = a->taps + start[row], *stop = a->taps + start[row + 1];
         const int64_t to = row * a->y->sc;
         if (last && next) fetch_next(next, a->x, past ? -1 : to, 1, row - from, end - from, T);
-        if (k == stop && !first && !(last && a->relu)) continue;
+        if (k == stop && !first && !(last && (half || a->relu))) continue;
         vec acc[MAX_TILE][PARTS][2];
         const vec b = splat(a->bias ? a->bias[row] : 0);
 #pragma GCC unroll 8
@@ -81,7 +88,7 @@ INLINE void conv_rows(const conv_work *a, const tile *t, const tile *next, int64
             for (int j = 0; j < PARTS; j++)
 #pragma GCC unroll 2
                 for (int e = 0; e <= half; e++)
-                    acc[i][j][e] = first ? b : take(y[i] + to + j * WORDS, e, half);
+                    acc[i][j][e] = first ? b : load(half ? SUM(row, i, j, e) : y[i] + to + j * WORDS);
         for (; k < stop; k++) {
             const vec w = splat(k->weight);
             const int64_t o = k->offset;
@@ -91,6 +98,15 @@ INLINE void conv_rows(const conv_work *a, const tile *t, const tile *next, int64
                 for (int j = 0; j < PARTS; j++)
 #pragma GCC unroll 2
                     for (int e = 0; e <= half; e++) acc[i][j][e] += w * take(x[i] + o + j * WORDS, e, half);
+        }
+        if (half && !last) {
+#pragma GCC unroll 8
+            for (int i = 0; i < T; i++)
+#pragma GCC unroll 2
+                for (int j = 0; j < PARTS; j++)
+#pragma GCC unroll 2
+                    for (int e = 0; e < 2; e++) store(SUM(row, i, j, e), acc[i][j][e]);
+            continue;
         }
         if (last && a->relu) {
 #pragma GCC unroll 8
@@ -110,24 +126,29 @@ INLINE void conv_rows(const conv_work *a, const tile *t, const tile *next, int64
 #define FOR_EACH_TILE_WIDTH(CASE) CASE(8) CASE(7) CASE(6) CASE(5) CASE(4) CASE(3) CASE(2) CASE(1)
 
 INLINE void conv_tile_of(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
-                         const int half, const int past) {
+                         float *sums, const int half, const int past) {
     for (int64_t b = 0; b < a->blocks; b++) {
         if (count == MAX_TILE && t->row) {
-            conv_rows(a, t, next, b, row, end, MAX_TILE, 1, half, past);
+            conv_rows(a, t, next, b, row, end, sums, MAX_TILE, 1, half, past);
             continue;
         }
 #define CASE(T) \
-    case T: conv_rows(a, t, next, b, row, end, T, 0, half, past); break;
+    case T: conv_rows(a, t, next, b, row, end, sums, T, 0, half, past); break;
         switch (count) { FOR_EACH_TILE_WIDTH(CASE) }
 #undef CASE
     }
 }
 
-INLINE void conv_any_tile(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end) {
-    if (a->half)
-        a->stream ? conv_tile_of(a, t, next, count, row, end, 1, 1) : conv_tile_of(a, t, next, count, row, end, 1, 0);
+INLINE void conv_any_tile(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
+                          float *sums) {
+    if (a->half && a->stream)
+        conv_tile_of(a, t, next, count, row, end, sums, 1, 1);
+    else if (a->half)
+        conv_tile_of(a, t, next, count, row, end, sums, 1, 0);
+    else if (a->stream)
+        conv_tile_of(a, t, next, count, row, end, NULL, 0, 1);
     else
-        a->stream ? conv_tile_of(a, t, next, count, row, end, 0, 1) : conv_tile_of(a, t, next, count, row, end, 0, 0);
+        conv_tile_of(a, t, next, count, row, end, NULL, 0, 0);
 }
 
 /* Sums of eight lanes are kept: those of a wide vector are folded. */

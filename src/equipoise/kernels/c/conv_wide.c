@@ -6,8 +6,9 @@
 #if defined(__AVX512VL__)
 #include "conv_tiles.h"
 
-void eq_conv_tile_wide(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end) {
-    conv_any_tile(a, t, next, count, row, end);
+void eq_conv_tile_wide(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
+                       float *sums) {
+    conv_any_tile(a, t, next, count, row, end, sums);
 }
 
 void eq_grad_tile_wide(const grad_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
@@ -18,7 +19,8 @@ void eq_grad_tile_wide(const grad_work *a, const tile *t, const tile *next, int 
 #undef VECTOR_BYTES
 #include "conv_tiles.h"
 
-void eq_conv_tile_wide(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end) {}
+void eq_conv_tile_wide(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
+                       float *sums) {}
 void eq_grad_tile_wide(const grad_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
                        sum8 *dot, sum8 *dbias) {}
 #endif

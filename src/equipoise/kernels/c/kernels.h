@@ -147,6 +147,7 @@ void eq_run(job work, const void *arguments, int threads);
 /* to[j][i] = from[i][j] for i < rows and j < columns. */
 void eq_transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows, int64_t columns);
 int eq_wide(void); /* whether conv_wide.c has its functions, and the machine their vectors of 64 bytes */
+int eq_dots(void); /* likewise for conv_dot.c and its dot products of bf16 numbers */
 int eq_accumulators(void); /* vectors that a kernel can keep in registers, a power of two */
 int64_t eq_split_rows(const int32_t *start, int64_t blocks, int64_t rows, int part, int parts);
 /* Not initialised, aligned to a cache line; NULL if there is no memory; release with free(). Functions that need

@@ -1,7 +1,7 @@
 /* Runs the steps of a whole network for inference in one call. */
 #include "kernels.h"
 
-void eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, int64_t blocks, int64_t reach,
+int eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, int64_t blocks, int64_t reach,
              const float *bias, int relu, int half, int threads);
 void eq_flat_conv(const map *x, const map *y, const tap *taps, const int32_t *start, const float *bias, int relu,
                   int threads);

@@ -50,6 +50,16 @@ int eq_wide(void) {
 #endif
 }
 
+int eq_dots(void) {
+#if defined(__AVX512BF16__)
+    return 1;
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(EQ_NO_CLONES)
+    return eq_wide() && __builtin_cpu_supports("avx512bf16");
+#else
+    return 0;
+#endif
+}
+
 int eq_accumulators(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
     return __builtin_cpu_supports("avx512vl") ? 16 : 8; /* of 32 or 16 vector registers */
