@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.kernels.boundary import WORD, lanes
+from equipoise.kernels.boundary import WORD, Checked, lanes
 from equipoise.kernels.geometry import NO_BORDER, Border
 from equipoise.kernels.huge_pages import FLOAT, zeros
 from equipoise.kernels.library import LANES
@@ -39,6 +39,7 @@ class _Memory:
     """A buffer of the arena. Whatever each loan needs to know about it is computed once."""
 
     def __init__(self, key: Key) -> None:
+        self.checked: dict[torch.dtype, Checked] = {}
         self.key = key
         whole = _whole(key)
         tensor = torch.from_numpy(zeros(math.prod(whole))).view(whole)
@@ -171,10 +172,14 @@ def take(shape: Shape, border: Border = NO_BORDER, dtype: torch.dtype = torch.fl
     memory = store.find(key) or _new_memory(store, key)
     lent = torch.from_numpy(np.asarray(_Loan(memory, store)))
     if dtype is torch.float32:
-        return with_mark(lent.as_strided((*shape, LANES), memory.steps, memory.start), border)
-    per_word = WORD // dtype.itemsize
-    steps = [per_word * step for step in memory.steps[:4]]
-    lent = lent.view(dtype).as_strided((*shape, lanes(dtype)), (*steps, 1), per_word * memory.start)
+        lent = lent.as_strided((*shape, LANES), memory.steps, memory.start)
+    else:
+        per_word = WORD // dtype.itemsize
+        steps = [per_word * step for step in memory.steps[:4]]
+        lent = lent.view(dtype).as_strided((*shape, lanes(dtype)), (*steps, 1), per_word * memory.start)
+    if dtype not in memory.checked:
+        memory.checked[dtype] = Checked(lent)
+    lent.checked = memory.checked[dtype]  # type: ignore[attr-defined]
     return with_mark(lent, border)
 
 

@@ -41,12 +41,8 @@ def is_half(tensor: Tensor, *others: Tensor | None) -> bool:
     return tensor.dtype is torch.bfloat16
 
 
-def word_steps(tensor: Tensor) -> list[int]:
-    """Steps of a blocked activation in words of 4 bytes: from one block, channel, row and column to the next.
-
-    Raises:
-        UserError: If numbers do not begin at whole words.
-    """
+def _word_steps(tensor: Tensor) -> list[int]:
+    """Steps of a blocked activation in words of 4 bytes: from one block, channel, row and column to the next."""
     per_word = WORD // tensor.itemsize
     steps = tensor.stride()[:4]
     if any(step % per_word for step in (*steps, tensor.storage_offset())):
@@ -107,6 +103,22 @@ def as_vector(tensor: Tensor | None, count: int, name: str) -> Tensor | None:
     return tensor.contiguous()
 
 
+class Checked:
+    """The description of a blocked activation that has been checked, for all tensors on the same memory.
+
+    Args:
+        tensor: The activation.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.map = describe(tensor)
+        self._geometry = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+    def describes(self, tensor: Tensor) -> bool:
+        """Return whether a tensor still lies where this description was made."""
+        return self._geometry == (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
 def describe(tensor: Tensor, column_step: int = LANES) -> Map:
     """Describe a blocked activation (blocks, channels, height, width, lanes).
 
@@ -114,19 +126,28 @@ def describe(tensor: Tensor, column_step: int = LANES) -> Map:
         tensor: The activation.
         column_step: Words from one column to the next.
     """
+    checked = getattr(tensor, "checked", None)  # by the arena
+    if isinstance(checked, Checked) and column_step == LANES and checked.describes(tensor):
+        return checked.map
     side_by_side = lanes(tensor.dtype)
     check_type(tensor, "activation", tensor.dtype)
     if tensor.dim() != 5 or tensor.shape[4] != side_by_side:
         raise UserError(
             f"a blocked activation has 5 dimensions, the last of {side_by_side}, not {list(tensor.shape)}"
         )
-    steps = word_steps(tensor)
+    steps = _word_steps(tensor)
     if tensor.stride(4) != 1 or (tensor.shape[3] > 1 and steps[3] != column_step):
         raise UserError(f"the lanes and columns of a blocked activation must be contiguous, not {tensor.stride()}")
     if tensor.numel():
         last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         _check_inside(tensor, 0, last, "activation")
     return Map(tensor.data_ptr(), *tensor.shape[:4], *steps)
+
+
+def plane_steps(tensor: Tensor) -> tuple[int, int]:
+    """Return the words from one channel and from one row of a blocked activation to the next."""
+    described = describe(tensor)
+    return described.sc, described.sh
 
 
 def describe_images(tensor: Tensor, shape: tuple[int, ...]) -> Map:
@@ -152,7 +173,7 @@ def describe_source(x: Tensor, out: torch.Size, stride: tuple[int, int], reach: 
     Raises:
         UserError: If a tap would read outside the memory of `x`.
     """
-    described = describe(x)
+    described = Map.from_buffer_copy(describe(x))
     if x.shape[0] != out[0]:
         raise UserError(f"an input of {x.shape[0]} blocks does not fit an output of {out[0]}")
     described.sh *= stride[0]

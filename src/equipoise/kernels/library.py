@@ -87,7 +87,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_program": [POINTER(Step), c_int64, c_int32],
     "eq_layout": [_MAP, _MAP, c_int32, c_int32, c_int32],
 }
-_ALLOCATING = {"eq_conv", "eq_conv_grad", "eq_linear", "eq_linear_grad", "eq_pattern"}  # return whether they ran out of memory
+# Functions that return whether they ran out of memory
+_ALLOCATING = {"eq_conv", "eq_conv_grad", "eq_linear", "eq_linear_grad", "eq_pattern"}
 
 
 @functools.cache

@@ -54,7 +54,7 @@ def input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, b
     dy = arena.with_border(dy, shape.grad_border((size[2], size[3])))
     dx = arena.take((size[0], size[1], size[2], size[3]), border, dy.dtype)
     with pattern.lend(transposed=True) as taps:
-        taps.load(values, *boundary.word_steps(dy)[1:3])
+        taps.load(values, *boundary.plane_steps(dy))
         for phase in range(taps.sorted.phases):
             row, column = divmod(phase, shape.stride[1])
             target = dx[:, :, row :: shape.stride[0], column :: shape.stride[1]]
@@ -93,7 +93,7 @@ def weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[Te
     dvalues = torch.empty(count)
     dbias = torch.empty(channels) if bias else None
     with pattern.lend() as taps:
-        taps.set_steps(*boundary.word_steps(x)[1:3])
+        taps.set_steps(*boundary.plane_steps(x))
         library.load().eq_conv_grad(
             byref(boundary.describe_source(x, dy.shape, pattern.shape.stride, taps.reach[0])),
             byref(boundary.describe(dy)),
@@ -135,7 +135,7 @@ class _Conv(torch.autograd.Function):
         y = arena.take((x.shape[0], shape.out_channels, *shape.output((x.shape[2], x.shape[3]))), border, x.dtype)
         vector = boundary.as_vector(bias, shape.out_channels, "bias")
         with pattern.lend() as taps:
-            taps.load(values, *boundary.word_steps(x)[1:3])
+            taps.load(values, *boundary.plane_steps(x))
             _run_conv(x, y, shape.stride, taps, vector)
         ctx.save_for_backward(x, values)
         ctx.pattern, ctx.has_bias, ctx.grad_border, ctx.images = pattern, bias is not None, grad_border, images

@@ -154,7 +154,7 @@ INLINE window look(const norm_work *a, const float *y, const float *g, const flo
 
 typedef struct {
     vec scale, shift, mean, by_g, by_y, constant, lanes[2][2];
-    vec sum_g, sum_gy;
+    vec sum_g[2][2], sum_gy[2][2]; /* bf16: by vector of words and by image, four chains; float: all in the first */
 } channel_state;
 
 /* One plane: sums in the first pass, dy in the second (`write`). */
@@ -179,8 +179,8 @@ INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *
                             d[j][e] = k->by_g * v.g[j] + k->by_y * centred + k->constant;
                             d[j][e] = d[j][e] * k->lanes[part][e];
                         } else {
-                            k->sum_g += v.g[j];
-                            k->sum_gy += v.g[j] * centred;
+                            k->sum_g[part & half][e] += v.g[j];
+                            k->sum_gy[part & half][e] += v.g[j] * centred;
                         }
                     }
                     got[e] = v.g[0];
@@ -225,10 +225,10 @@ INLINE void norm_back_channel_of(const norm_work *a, int64_t c, const int half) 
     double sum_g = 0, sum_gy = 0;
     if (a->norm) {
         for (int64_t n = 0; n < a->y.n; n++) {
-            k.sum_g = k.sum_gy = splat(0);
+            memset(k.sum_g, 0, sizeof k.sum_g), memset(k.sum_gy, 0, sizeof k.sum_gy);
             back_any_plane(a, n, c, &k, 0, half, 0);
-            sum_g += sum(k.sum_g);
-            sum_gy += sum(k.sum_gy);
+            sum_g += sum((k.sum_g[0][0] + k.sum_g[0][1]) + (k.sum_g[1][0] + k.sum_g[1][1]));
+            sum_gy += sum((k.sum_gy[0][0] + k.sum_gy[0][1]) + (k.sum_gy[1][0] + k.sum_gy[1][1]));
         }
         if (a->dbeta) a->dbeta[c] = sum_g;
         if (a->dgamma) a->dgamma[c] = sum_gy * inv;
