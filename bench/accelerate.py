@@ -231,6 +231,26 @@ GROUPS: dict[str, tuple[str, dict[str, ARM]]] = {
             "gradient coefficient if it pays, 10 epochs": [*GRADIENT, "correction.when=pays", "epochs=10"],
         },
     ),
+    # How few epochs reach 80 and 85 %, to choose what bench/cpu_accuracy.py trains: steps of fewer weights are faster.
+    "short": (
+        "vgg_c-fast",
+        {
+            **{f"dense, {epochs} epochs": ["topology=dense", f"epochs={epochs}"] for epochs in (2, 3, 4, 5)},
+            **{
+                f"dense, lr 0.05, {epochs} epochs": ["topology=dense", "optimizer.lr=0.05", f"epochs={epochs}"]
+                for epochs in (2, 3, 4)
+            },
+            **{
+                f"{start} to {end} %, {epochs} epochs": [
+                    f"topology.initial_sparsity={start / 100}",
+                    f"topology.sparsity={end / 100}",
+                    f"epochs={epochs}",
+                ]
+                for start, end, budgets in ((95, 99, (5, 6, 8)), (97, 99, (6, 8)), (95, 98, (4, 5, 6)))
+                for epochs in budgets
+            },
+        },
+    ),
     # What a budget buys, next to the references; with `--set topology.sparsity=0.95` at other sparsities.
     "budgets": (
         "vgg_c-fast",
