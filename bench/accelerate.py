@@ -50,6 +50,7 @@ GRADIENT: ARM = [
     "correction.coefficient=gradient",
     "correction.mode=running",
 ]
+PAYS: ARM = ["correction.when=pays"]
 
 
 # Variants that are measured here before they become options
@@ -228,7 +229,11 @@ GROUPS: dict[str, tuple[str, dict[str, ARM]]] = {
             "AGENT, 6 epochs": ["correction=agent", "correction.mode=running", "epochs=6"],
             "gradient coefficient, 6 epochs": [*GRADIENT, "epochs=6"],
             "gradient coefficient in the last 2 of 10 epochs": [*GRADIENT, "correction.from_epoch=8", "epochs=10"],
-            "gradient coefficient if it pays, 10 epochs": [*GRADIENT, "correction.when=pays", "epochs=10"],
+            "gradient coefficient if it pays, 10 epochs": [*GRADIENT, *PAYS, "epochs=10"],
+            "gradient coefficient if it pays, 98 steps each, 10 epochs": [
+                *[*GRADIENT, *PAYS],
+                *["correction.every=98", "correction.probe=4", "epochs=10"],
+            ],
         },
     ),
     # How few epochs reach 80 and 85 %, to choose what bench/cpu_accuracy.py trains: steps of fewer weights are faster.
