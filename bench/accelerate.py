@@ -5,7 +5,7 @@
 A GROUP is one of the groups of arms below. All arms run with the first seed before the second begins, so that a run
 that is cut off still compares all arms. Every result is appended to FILE at once, and what FILE holds is not run again.
 Models are scored after the last epoch only. `--jobs` processes share the device and hide each other's compiling, so the
-seconds here are no measurements of speed. `--table` prints the tables of FILE and runs nothing.
+seconds here are no measurements of speed. bench/accelerate_tables.py prints the tables of committed results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import time
 import warnings
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -26,6 +25,7 @@ import torch
 from torch import multiprocessing, nn
 from torch.nn import functional as F
 
+from accelerate_tables import read, table
 from equipoise.analysis.units import Units, count_units
 from equipoise.data.augment import Augment, Moves
 from equipoise.storage.sparse_weight import SparseWeight
@@ -386,28 +386,6 @@ def shown(result: dict[str, Any]) -> str:
     return f"{head}  {scores}  {result['wall']:.0f} s  {units}"
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Mean, standard deviation, worst and number of runs of each arm, in points."""
-    lines = ["| arm | plain | bn_recalibrated | ema | worst plain | runs |", "|---|---|---|---|---|---|"]
-    for arm in dict.fromkeys(result["arm"] for result in results):
-        found = [r["scores"] for r in results if r["arm"] == arm and "scores" in r]
-        if not found:
-            continue
-
-        def cell(name: str, found: list[dict[str, float]] = found) -> str:
-            values = [scores[name] for scores in found if name in scores]
-            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-            return f"{statistics.mean(values):.2f}{spread}" if values else ""
-
-        cells = [cell(name) for name in ("plain", "bn_recalibrated", "ema")]
-        lines.append(f"| {arm} | {' | '.join(cells)} | {min(s['plain'] for s in found):.2f} | {len(found)} |")
-    return "\n".join(lines)
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", choices=list(GROUPS), nargs="+", metavar="GROUP")
@@ -419,11 +397,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="arms with one of these names")
     parser.add_argument("--first", type=int, help="only this number of arms of each group")
     parser.add_argument("--set", nargs="*", default=[], help="overrides for every arm, such as model=resnet18")
-    parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
     arguments = parser.parse_args()
     key = " ".join(arguments.set)
-    if not arguments.table:
-        run_all(arguments, key)
+    run_all(arguments, key)
     for group in arguments.groups:
         mine = [r for r in read(arguments.out) if r["group"] == group and r["set"] == key]
         print(f"\n{group}\n\n{table(mine)}")

@@ -8,7 +8,7 @@ model with a fused optimizer and the same data and schedule, so that the rival i
 a process of its own, models are scored after the last epoch only, and every result is appended to FILE at once.
 `seconds` are those of the steps, `process` those of the whole process, with start-up and the evaluation; only
 `processor_seconds` do not grow if other programs share the cores. `--steps N` stops each arm after N steps: times
-without an accuracy. `--table` prints the table of FILE and runs nothing.
+without an accuracy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -131,24 +130,6 @@ def child(words: list[str], steps: int) -> dict[str, Any]:
     }
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Mean accuracy and seconds of the finished runs of each arm."""
-    lines = [
-        "| arm | accuracy, % | minutes | with start-up | processor minutes | runs |",
-        "|---|---|---|---|---|---|",
-    ]
-    for arm in dict.fromkeys(r["arm"] for r in results if r["accuracy"] is not None):
-        found = [r for r in results if r["arm"] == arm and r["accuracy"] is not None]
-
-        def mean(key: str, found: list[dict[str, Any]] = found) -> float:
-            return statistics.mean(r[key] for r in found)
-
-        minutes = [mean("seconds") / 60, mean("process") / 60, mean("processor_seconds") / 60]
-        cells = [f"{100 * mean('accuracy'):.2f}", *(f"{each:.1f}" for each in minutes), str(len(found))]
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="data")
@@ -157,14 +138,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--table", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         torch.set_num_threads(arguments.threads)
         print(json.dumps(child(arguments.arm[0], arguments.steps)))
         return
-    for seed in [] if arguments.table else arguments.seeds:
+    for seed in arguments.seeds:
         for arm in arguments.arm:
             words = [*arm, f"seed={seed}", f"data.root={arguments.data}"]
             command = [sys.executable, __file__, "--child", "--threads", str(arguments.threads)]
@@ -178,8 +158,6 @@ def main() -> None:
             if arguments.out:
                 with arguments.out.open("a") as file:
                     file.write(json.dumps(result) + "\n")
-    if arguments.out and arguments.out.exists():
-        print(table([json.loads(line) for line in arguments.out.read_text().splitlines()]))
 
 
 if __name__ == "__main__":

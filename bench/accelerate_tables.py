@@ -1,0 +1,228 @@
+"""The tables and charts of docs/accelerate.md, from committed results.
+
+    PYTHONPATH=src python bench/accelerate_tables.py [--write]
+
+Prints the tables, or writes them and the charts into the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from equipoise.display.figures import COLOURS
+from equipoise.studies.reading import read_results
+from equipoise.studies.results import Result
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "accelerate.md"
+FILES = ROOT / "bench" / "results"
+SCORES = ("plain", "bn_recalibrated", "ema")
+FAST, DENSE, EPOCHS = "fast", "dense", re.compile(r"(.*), (\d+) epochs")
+Line = dict[str, Any]
+
+
+def read(file: Path) -> list[Line]:
+    """Read a file of JSON lines; none if it does not exist."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and sample standard deviation."""
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{deviation}" if values else ""
+
+
+def rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# Arms of bench/accelerate.py
+
+
+def table(results: Sequence[Line], reference: str = "") -> str:
+    """Accuracy of each arm in points: mean and standard deviation, and the difference to a reference arm."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for result in results:
+        if "scores" in result:
+            found.setdefault(result["arm"], []).append(result["scores"])
+
+    def values(arm: str, score: str) -> list[float]:
+        return [scores[score] for scores in found[arm] if score in scores]
+
+    body = []
+    for arm in found:
+        cells = [arm, *(spread(values(arm, score)) for score in SCORES)]
+        if reference:
+            gap = statistics.mean(values(arm, "plain")) - statistics.mean(values(reference, "plain"))
+            cells.append("" if arm == reference else f"{gap:+.2f}")
+        body.append([*cells, f"{min(values(arm, 'plain')):.2f}", str(len(found[arm]))])
+    difference = ["plain, difference"] if reference else []
+    return rows(["arm", *SCORES, *difference, "worst plain", "runs"], body)
+
+
+def group(file: str, name: str, reference: str = "", also: Sequence[Line] = ()) -> str:
+    """The table of a group of arms; `also` has runs of the reference in another group."""
+    found = [line for line in read(FILES / file) if line["group"] == name]
+    return table([*also, *found], reference) if found else "Not measured."
+
+
+def reference_runs(file: str) -> list[Line]:
+    return [line for line in read(FILES / file) if line["group"] == "ablation" and line["arm"] == FAST]
+
+
+# Budgets
+
+
+def seconds_of(starts: Sequence[Line]) -> tuple[float, float, float] | None:
+    """Seconds of start-up with a warm cache, of training an epoch, and of an epoch with its evaluation.
+
+    From processes that had the device to themselves.
+    """
+    fresh = [line["to_fast_steps"] for line in starts if "stages" in line][1:]
+    trained = [line for line in starts if "train" in line]
+    if not fresh or not trained:
+        return None
+    start = statistics.mean(fresh)
+    training = statistics.mean(line["seconds"] / line["epochs"] for line in trained)
+    whole = statistics.mean((line["process"] - start) / line["epochs"] for line in trained)
+    return start, training, whole
+
+
+def final(results: Sequence[Result]) -> list[float]:
+    return [100 * result.test["plain"] for result in results]
+
+
+def study(name: str) -> Mapping[str, Sequence[Result]]:
+    """The finished runs of a study by arm; arms without runs are left out."""
+    folder = ROOT / "results" / name
+    found = read_results(folder).studies[0].results if folder.is_dir() else {}
+    return {arm: results for arm, results in found.items() if results}
+
+
+def budgets(name: str) -> str:
+    """Mean final accuracy of every arm of a study at its budget."""
+    seconds = seconds_of(read(FILES / "startup.jsonl"))
+    body = []
+    for arm, results in study(name).items():
+        label, epochs = split(arm)
+        cells = [label, str(epochs), spread(final(results)), str(len(results))]
+        if seconds is not None:
+            start, training, whole = seconds
+            on_vgg_c = results[0].recipe.get("model") == "vgg_c"
+            cells += [f"{epochs * training:.0f}", f"{start + epochs * whole:.0f}"] if on_vgg_c else ["", ""]
+        body.append(cells)
+    head = ["arm", "epochs", "accuracy, %", "runs"]
+    return rows([*head, *([] if seconds is None else ["seconds of steps", "of the process"])], body)
+
+
+def split(arm: str) -> tuple[str, int]:
+    """Name and epochs of an arm that is called `NAME, N epochs`."""
+    match = EPOCHS.fullmatch(arm)
+    assert match is not None, arm
+    return match[1], int(match[2])
+
+
+def startup() -> str:
+    """Seconds of fresh processes."""
+    body = []
+    for i, line in enumerate(read(FILES / "startup.jsonl")):
+        if "stages" in line:
+            what = "empty" if i == 0 else "warm"
+            body.append([f"to fast steps, {what} compile cache", f"{line['to_fast_steps']:.1f}"])
+        else:
+            what = f"`equipoise train {line['train']} epochs={line['epochs']}`, whole process"
+            counted = f" ({line['seconds']:.1f} training, {line['startup_seconds']:.1f} compiling and capturing)"
+            body.append([what, f"{line['process']:.1f}{counted}"])
+    return rows(["fresh process", "seconds"], body) if body else "Not measured."
+
+
+def cpu() -> str:
+    """Wall time on two cores."""
+    body = []
+    found = [line for line in read(FILES / "cpu_accuracy.jsonl") if line["accuracy"] is not None]
+    for arm in dict.fromkeys(line["arm"] for line in found):
+        mine = [line for line in found if line["arm"] == arm]
+        minutes = [statistics.mean(line[key] / 60 for line in mine) for key in ("seconds", "process")]
+        body.append([arm, spread([100 * line["accuracy"] for line in mine]), *(f"{m:.1f}" for m in minutes)])
+    return rows(["arm", "accuracy, %", "minutes of steps", "of the process"], body) if body else "Not measured."
+
+
+# The page
+
+
+def blocks() -> dict[str, str]:
+    """Every table of the page by name."""
+    return {
+        "budgets": budgets("time-to-accuracy"),
+        "sparsities": budgets("time-to-accuracy-sparsities"),
+        "stability": group("stability.jsonl", "stability"),
+        "ablation": group("ablation.jsonl", "ablation", FAST),
+        "options": group("ablation.jsonl", "options", FAST, reference_runs("ablation.jsonl")),
+        "correction": group("ablation.jsonl", "correction"),
+        "short": group("short.jsonl", "short"),
+        "startup": startup(),
+        "cpu": cpu(),
+    }
+
+
+def with_blocks(page: str, found: Mapping[str, str]) -> str:
+    """The page with its tables replaced: those between `<!-- NAME -->` and `<!-- /NAME -->`."""
+    for name, text in found.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        page = pattern.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page)  # type: ignore[misc]
+    return page
+
+
+def draw(folder: Path) -> None:
+    """Draw final accuracy over epochs and over seconds of the process, VGG-C at 99 %, as two SVG files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "equipoise"})
+    from matplotlib import pyplot as plt
+
+    found = study("time-to-accuracy")
+    lines: dict[str, list[tuple[int, list[float]]]] = {}
+    for arm, results in found.items():
+        if results[0].recipe.get("model") == "vgg_c":
+            label, epochs = split(arm)
+            lines.setdefault(label, []).append((epochs, final(results)))
+    seconds = seconds_of(read(FILES / "startup.jsonl"))
+    axes = {"epochs": (0.0, 1.0)} | ({} if seconds is None else {"seconds": (seconds[0], seconds[2])})
+    for axis, (start, each) in axes.items():
+        figure, plot = plt.subplots(figsize=(7, 4), layout="constrained")
+        for (label, points), colour in zip(lines.items(), COLOURS, strict=False):
+            x = [start + each * epochs for epochs, _ in points]
+            y = [statistics.mean(values) for _, values in points]
+            error = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in points]
+            plot.errorbar(x, y, error, label=label, color=colour, marker="o", capsize=3)
+        plot.set_xlabel("epochs of training" if axis == "epochs" else "seconds of the whole process, H200")
+        plot.set_ylabel("final test accuracy, %")
+        plot.set_xlim(left=0)
+        plot.spines[["top", "right"]].set_visible(False)
+        plot.grid(alpha=0.25)
+        plot.legend(frameon=False)
+        figure.savefig(folder / f"accelerate-{axis}.svg", metadata={"Date": None})
+        plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/accelerate.md and its charts")
+    found = blocks()
+    if parser.parse_args().write:
+        PAGE.write_text(with_blocks(PAGE.read_text(), found))
+        draw(PAGE.parent)
+    else:
+        print("\n\n".join(f"{name}\n\n{text}" for name, text in found.items()))
+
+
+if __name__ == "__main__":
+    main()
