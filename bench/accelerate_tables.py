@@ -15,9 +15,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from equipoise.analysis.flops import count, total
 from equipoise.display.figures import COLOURS
+from equipoise.models import MODELS
 from equipoise.studies.reading import read_results
 from equipoise.studies.results import Result
+from equipoise.topology import GMP
+from equipoise.topology.initial import plan_layers
+from equipoise.training import make_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "accelerate.md"
@@ -99,6 +106,20 @@ def final(results: Sequence[Result]) -> list[float]:
     return [100 * result.test["plain"] for result in results]
 
 
+def relative_flops(raw: Mapping[str, Any]) -> float:
+    """FLOPs of the steps of a run relative to those of dense training, without dense gradients at updates.
+
+    The number of active weights falls on a cubic until the last update, so its mean is final + (initial - final)/4.
+    """
+    recipe = make_recipe(raw)
+    model, algorithm = MODELS[recipe.model](), recipe.topology
+    falling = algorithm.until / 4 if isinstance(algorithm, GMP) else 0.0
+    layers = plan_layers(algorithm, model)
+    mean = {p.name: (p.final + (p.initial - p.final) * falling) / p.weight.numel() for p in layers}
+    cost = total(count(model, torch.zeros(1, 3, 32, 32), mean))
+    return cost.sparse_training / cost.dense_training
+
+
 def study(name: str) -> Mapping[str, Sequence[Result]]:
     """The finished runs of a study by arm; arms without runs are left out."""
     folder = ROOT / "results" / name
@@ -112,13 +133,14 @@ def budgets(name: str) -> str:
     body = []
     for arm, results in study(name).items():
         label, epochs = split(arm)
-        cells = [label, str(epochs), spread(final(results)), str(len(results))]
+        flops = epochs * relative_flops(results[0].recipe)
+        cells = [label, str(epochs), spread(final(results)), str(len(results)), f"{flops:.2f}"]
         if seconds is not None:
             start, training, whole = seconds
             on_vgg_c = results[0].recipe.get("model") == "vgg_c"
             cells += [f"{epochs * training:.0f}", f"{start + epochs * whole:.0f}"] if on_vgg_c else ["", ""]
         body.append(cells)
-    head = ["arm", "epochs", "accuracy, %", "runs"]
+    head = ["arm", "epochs", "accuracy, %", "runs", "FLOPs, in dense epochs"]
     return rows([*head, *([] if seconds is None else ["seconds of steps", "of the process"])], body)
 
 

@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,15 @@ def test_a_row_is_the_mean_and_the_deviation_of_its_runs(tables: ModuleType) -> 
     found = [100 * json.loads(file.read_text())["result"]["test"]["plain"]["accuracy"] for file in files]
     row = f"| SET-ITOP published | 50 | {statistics.mean(found):.2f} ± {statistics.stdev(found):.2f} | {len(found)} |"
     assert row in tables.budgets("time-to-accuracy")
+
+
+def test_the_flops_of_gradual_pruning_are_those_of_its_mean_density(tables: ModuleType) -> None:
+    uniform = {"name": "granet", "sparsity": 0.99, "initial_sparsity": 0.9, "until": 0.8, "distribution": "uniform"}
+    time = (np.arange(100_000) + 0.5) / 100_000
+    density = 0.01 + 0.09 * np.clip(1 - time / 0.8, 0, None) ** 3
+    found = tables.relative_flops({"model": "vgg_c", "topology": uniform})
+    assert found == pytest.approx(density.mean(), rel=2e-3)
+    assert tables.relative_flops({"model": "vgg_c", "topology": "dense"}) == 1
 
 
 def test_differences_are_to_the_reference(tables: ModuleType) -> None:
