@@ -23,7 +23,7 @@ from equipoise.models import MODELS
 from equipoise.studies.reading import read_results
 from equipoise.studies.results import Result
 from equipoise.topology import GMP
-from equipoise.topology.initial import plan_layers
+from equipoise.topology.selection import select
 from equipoise.training import make_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -112,11 +112,15 @@ def relative_flops(raw: Mapping[str, Any]) -> float:
     The number of active weights falls on a cubic until the last update, so its mean is final + (initial - final)/4.
     """
     recipe = make_recipe(raw)
-    model, algorithm = MODELS[recipe.model](), recipe.topology
+    algorithm = recipe.topology
+    with torch.device("meta"):  # numbers are not needed
+        model, image = MODELS[recipe.model](), torch.zeros(1, 3, 32, 32)
+    chosen = select(model, algorithm.include, algorithm.exclude, algorithm.dense_first, algorithm.dense_last)
+    shapes = {name: tuple(weight.shape) for name, weight in chosen.items()}
+    initial, final = algorithm.initial_counts(shapes, model), algorithm.final_counts(shapes, model)
     falling = algorithm.until / 4 if isinstance(algorithm, GMP) else 0.0
-    layers = plan_layers(algorithm, model)
-    mean = {p.name: (p.final + (p.initial - p.final) * falling) / p.weight.numel() for p in layers}
-    cost = total(count(model, torch.zeros(1, 3, 32, 32), mean))
+    mean = {n: (final[n] + (initial[n] - final[n]) * falling) / chosen[n].numel() for n in shapes}
+    cost = total(count(model, image, mean))
     return cost.sparse_training / cost.dense_training
 
 

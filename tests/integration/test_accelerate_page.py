@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
     spec = importlib.util.spec_from_file_location("accelerate_tables", ROOT / "bench" / "accelerate_tables.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
