@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "accelerate.md"
 FILES = ROOT / "bench" / "results"
 SCORES = ("plain", "bn_recalibrated", "ema")
-FAST, DENSE, EPOCHS = "fast", "dense", re.compile(r"(.*), (\d+) epochs")
+FAST, DENSE, PLAIN = "fast", "dense", "no correction, 12 epochs"
+EPOCHS = re.compile(r"(.*), (\d+) epochs")
 Line = dict[str, Any]
 
 
@@ -75,31 +76,31 @@ def table(results: Sequence[Line], reference: str = "") -> str:
 
 
 def group(file: str, name: str, reference: str = "", also: Sequence[Line] = ()) -> str:
-    """The table of a group of arms; `also` has runs of the reference in another group."""
+    """The table of a group of arms; `also` has runs of the same recipes from elsewhere."""
     found = [line for line in read(FILES / file) if line["group"] == name]
     return table([*also, *found], reference) if found else "Not measured."
 
 
-def reference_runs(file: str) -> list[Line]:
-    return [line for line in read(FILES / file) if line["group"] == "ablation" and line["arm"] == FAST]
+def from_study(arm: str, epochs: int, name: str) -> list[Line]:
+    """The runs of an arm of time-to-accuracy, as those of an arm of another name."""
+    found = study("time-to-accuracy").get(f"{arm}, {epochs} epochs", ())
+    return [{"arm": name, "scores": {score: 100 * value for score, value in run.test.items()}} for run in found]
+
+
+def fast_runs(file: str) -> list[Line]:
+    """All runs of the fast recipe in 8 epochs."""
+    own = [line for line in read(FILES / file) if line["group"] == "ablation" and line["arm"] == FAST]
+    return [*from_study(FAST, 8, FAST), *own]
 
 
 # Budgets
 
 
-def seconds_of(starts: Sequence[Line]) -> tuple[float, float, float] | None:
-    """Seconds of start-up with a warm cache, of training an epoch, and of an epoch with its evaluation.
-
-    From processes that had the device to themselves.
-    """
+def seconds_of(starts: Sequence[Line]) -> tuple[float, float] | None:
+    """Seconds of start-up with a warm cache, and of the steps of an epoch, in processes alone on the device."""
     fresh = [line["to_fast_steps"] for line in starts if "stages" in line][1:]
-    trained = [line for line in starts if "train" in line]
-    if not fresh or not trained:
-        return None
-    start = statistics.mean(fresh)
-    training = statistics.mean(line["seconds"] / line["epochs"] for line in trained)
-    whole = statistics.mean((line["process"] - start) / line["epochs"] for line in trained)
-    return start, training, whole
+    trained = [line["seconds"] / line["epochs"] for line in starts if "train" in line]
+    return (statistics.mean(fresh), statistics.mean(trained)) if fresh and trained else None
 
 
 def final(results: Sequence[Result]) -> list[float]:
@@ -140,12 +141,13 @@ def budgets(name: str) -> str:
         flops = epochs * relative_flops(results[0].recipe)
         cells = [label, str(epochs), spread(final(results)), str(len(results)), f"{flops:.2f}"]
         if seconds is not None:
-            start, training, whole = seconds
+            start, each = seconds
             on_vgg_c = results[0].recipe.get("model") == "vgg_c"
-            cells += [f"{epochs * training:.0f}", f"{start + epochs * whole:.0f}"] if on_vgg_c else ["", ""]
+            cells += [f"{epochs * each:.1f}", f"{start + epochs * each:.1f}"] if on_vgg_c else ["", ""]
         body.append(cells)
     head = ["arm", "epochs", "accuracy, %", "runs", "FLOPs, in dense epochs"]
-    return rows([*head, *([] if seconds is None else ["seconds of steps", "of the process"])], body)
+    head += [] if seconds is None else ["seconds of steps", "with start-up"]
+    return rows(head, body) if body else "Not measured."
 
 
 def split(arm: str) -> tuple[str, int]:
@@ -185,13 +187,14 @@ def cpu() -> str:
 
 def blocks() -> dict[str, str]:
     """Every table of the page by name."""
+    file = "ablation.jsonl"
     return {
         "budgets": budgets("time-to-accuracy"),
         "sparsities": budgets("time-to-accuracy-sparsities"),
         "stability": group("stability.jsonl", "stability"),
-        "ablation": group("ablation.jsonl", "ablation", FAST),
-        "options": group("ablation.jsonl", "options", FAST, reference_runs("ablation.jsonl")),
-        "correction": group("ablation.jsonl", "correction"),
+        "ablation": group(file, "ablation", FAST, [*from_study(FAST, 8, FAST), *from_study(DENSE, 8, DENSE)]),
+        "options": group(file, "options", FAST, fast_runs(file)),
+        "correction": group(file, "correction", PLAIN, from_study(FAST, 12, PLAIN)),
         "short": group("short.jsonl", "short"),
         "startup": startup(),
         "cpu": cpu(),
@@ -221,7 +224,7 @@ def draw(folder: Path) -> None:
             label, epochs = split(arm)
             lines.setdefault(label, []).append((epochs, final(results)))
     seconds = seconds_of(read(FILES / "startup.jsonl"))
-    axes = {"epochs": (0.0, 1.0)} | ({} if seconds is None else {"seconds": (seconds[0], seconds[2])})
+    axes = {"epochs": (0.0, 1.0)} | ({} if seconds is None else {"seconds": seconds})
     for axis, (start, each) in axes.items():
         figure, plot = plt.subplots(figsize=(7, 4), layout="constrained")
         for (label, points), colour in zip(lines.items(), COLOURS, strict=False):
@@ -229,7 +232,7 @@ def draw(folder: Path) -> None:
             y = [statistics.mean(values) for _, values in points]
             error = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in points]
             plot.errorbar(x, y, error, label=label, color=colour, marker="o", capsize=3)
-        plot.set_xlabel("epochs of training" if axis == "epochs" else "seconds of the whole process, H200")
+        plot.set_xlabel("epochs of training" if axis == "epochs" else "seconds of start-up and steps, H200")
         plot.set_ylabel("final test accuracy, %")
         plot.set_xlim(left=0)
         plot.spines[["top", "right"]].set_visible(False)
