@@ -295,6 +295,7 @@ class Scored(Trainer):
             "losses": [round(each["train_loss"], 4) for each in self.history],
             "density": line["density"],
             "exploration": line["exploration"],
+            "passes": line["passes"],
             "seconds": self.seconds,
             "startup_seconds": self.startup_seconds,
             "units": [
