@@ -141,7 +141,8 @@ class CudaEngine(Engine):
     def _recorded(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
-            graph.register_generator_state(generator)
+            # torch refuses a subclass of Generator here; this is a plain one that shares its state
+            graph.register_generator_state(generator.graphsafe_get_state())
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode):
             function()
         return graph
