@@ -167,6 +167,17 @@ def test_ties_infinities_and_nan_are_rounded_as_in_torch() -> None:
     torch.testing.assert_close(mine, x.to(BF16).float(), rtol=0, atol=0, equal_nan=True)
 
 
+def test_results_are_rounded_as_in_torch() -> None:
+    """One product per output, which float32 rounds as torch does; even and odd images take different registers."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 1, 8, 9).to(BF16).float(), 1 + 3 * 2.0**-10
+    pattern = Pattern(ConvShape(1, 1), torch.zeros(1, dtype=torch.int64))
+    out = operators.conv(half(x), torch.tensor([weight]), None, pattern)
+    assert torch.equal(from_blocked(out), (weight * x).to(BF16).float())
+    normed = operators.fused(half(x), Fused(FIXED), torch.tensor([weight]), None, (torch.zeros(1), torch.ones(1) - 1e-5))
+    torch.testing.assert_close(from_blocked(normed), (weight * x).to(BF16).float(), rtol=ROUNDOFF, atol=0)
+
+
 def test_a_diverged_activation_stays_visible() -> None:
     x = torch.ones(2, 1, 4, 4)
     x[0, 0, 1, 1] = float("nan")

@@ -4,8 +4,8 @@
 #define CACHED_SUMS (1 << 20) /* bytes of sums that stay in the second-level cache */
 
 /* A wide tile saves work per tap. A narrow tile keeps more planes in cache and is faster if there are many. */
-static int64_t tile_width(const map *x, int64_t taps, int64_t rows, int half, int wide) {
-    if (half) return wide ? MAX_TILE : eq_accumulators() / 4;
+static int64_t tile_width(const map *x, int64_t taps, int64_t rows, int half, int level) {
+    if (half) return level ? MAX_TILE : eq_accumulators() / 4;
     const int64_t most = eq_accumulators() / 2;
     return most > 4 && (x->c > 128 || taps < 64 * rows) ? 4 : most;
 }
@@ -47,7 +47,7 @@ CLONES static void conv_tile(const conv_work *a, const tile *t, const tile *next
 static void conv_job(const void *work, int part, int parts) {
     const conv_work *a = work;
     const int64_t positions = a->y->n * a->y->h * a->y->w, rows = a->y->c;
-    const int64_t width = tile_width(a->x, a->start[a->blocks * rows] - a->start[0], rows, a->half, a->wide);
+    const int64_t width = tile_width(a->x, a->start[a->blocks * rows] - a->start[0], rows, a->half, a->level);
     const int64_t tiles = (positions + width - 1) / width;
     int64_t first = 0, stop = tiles, row = 0, end = rows;
     if (tiles >= 8 * parts) { /* divide the tiles if there are enough, else the rows */
@@ -58,13 +58,15 @@ static void conv_job(const void *work, int part, int parts) {
         end = eq_split_rows(a->start, a->blocks, rows, part + 1, parts);
     }
     float *sums = a->sums ? a->sums + part * rows * MAX_TILE * 2 * LANES : NULL;
+    void (*run)(const conv_work *, const tile *, const tile *, int, int64_t, int64_t, float *) =
+        a->level == 2 && a->half ? eq_conv_tile_bf16 : a->level ? eq_conv_tile_wide : conv_tile;
     tile now, next;
     for (int64_t i = first; i < stop; i++) {
         const int count = tile_at(i, width, positions);
         if (i == first) set_tile(&now, a->x, a->y, i * width, count);
         const int then = i + 1 < stop ? tile_at(i + 1, width, positions) : 0;
         if (then) set_next_tile(&next, then, &now, count, a->x, a->y, (i + 1) * width, a->reach);
-        (a->wide ? eq_conv_tile_wide : conv_tile)(a, &now, then == count ? &next : NULL, count, row, end, sums);
+        run(a, &now, then == count ? &next : NULL, count, row, end, sums);
         now = next;
     }
 }
@@ -78,7 +80,7 @@ int eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, i
         if (!sums) return 1;
     }
     const int past = (half || blocks == 1) && streams(y);
-    conv_work a = {x, y, taps, start, blocks, reach, bias, sums, relu, half, past, eq_wide()};
+    conv_work a = {x, y, taps, start, blocks, reach, bias, sums, relu, half, past, eq_level()};
     eq_run(conv_job, &a, threads);
     free(sums);
     return 0;
@@ -98,13 +100,15 @@ CLONES static void grad_tile(const grad_work *a, const tile *t, const tile *next
 static void grad_tiles(const grad_work *a, int64_t first, int64_t stop, int64_t row, int64_t end, sum8 *dot,
                        sum8 *dbias) {
     const int64_t positions = a->dy->n * a->dy->h * a->dy->w;
+    void (*run)(const grad_work *, const tile *, const tile *, int, int64_t, int64_t, sum8 *, sum8 *) =
+        a->level == 2 ? eq_grad_tile_bf16 : a->level ? eq_grad_tile_wide : grad_tile;
     tile now, next;
     for (int64_t i = first; i < stop; i++) {
         const int count = tile_at(i, a->width, positions);
         if (i == first) set_tile(&now, a->x, a->dy, i * a->width, count);
         const int then = i + 1 < stop ? tile_at(i + 1, a->width, positions) : 0;
         if (then) set_next_tile(&next, then, &now, count, a->x, a->dy, (i + 1) * a->width, a->reach);
-        (a->dots ? eq_grad_tile_dot : a->wide ? eq_grad_tile_wide : grad_tile)(a, &now, then == count ? &next : NULL, count, row, end, dot, dbias);
+        run(a, &now, then == count ? &next : NULL, count, row, end, dot, dbias);
         now = next;
     }
 }
@@ -153,15 +157,15 @@ static void add_up(const grad_work *a, int parts) {
 
 int eq_conv_grad(const map *x, const map *dy, const tap *taps, const int32_t *start, const int32_t *order,
                  int64_t blocks, int64_t reach, float *dvalues, float *dbias, int half, int threads) {
-    const int wide = half && eq_wide(), dots = wide && eq_dots();
+    const int level = half ? eq_level() : 0; /* the order of float sums is that of narrow vectors */
     const int64_t count = start[blocks * dy->c] - start[0], positions = dy->n * dy->h * dy->w;
     const int rows_of_tiles = dy->w % DOT_TILE == 0 && x->sw == LANES && dy->sw == LANES;
-    const int64_t width = dots && rows_of_tiles ? DOT_TILE : tile_width(x, count, dy->c, half, wide);
+    const int64_t width = level == 2 && rows_of_tiles ? DOT_TILE : tile_width(x, count, dy->c, half, level);
     const int64_t tiles = (positions + width - 1) / width, room = (count + dy->c) * sizeof(sum8);
     const int by_rows = threads <= 1 || room > CACHED_SUMS || tiles < 8 * threads;
     sum8 *sums = eq_scratch(by_rows ? room : room * threads);
     if (!sums) return 1;
-    grad_work a = {x, dy, taps, start, order, blocks, reach, dvalues, dbias, width, tiles, sums, half, wide, dots};
+    grad_work a = {x, dy, taps, start, order, blocks, reach, dvalues, dbias, width, tiles, sums, half, level};
     if (by_rows) {
         eq_run(grad_by_rows, &a, threads);
     } else {

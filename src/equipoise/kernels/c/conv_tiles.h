@@ -41,7 +41,7 @@ typedef struct {
     int64_t reach; /* largest offset of a tap within a plane */
     const float *bias;
     float *sums; /* of the rows of a tile between blocks, for each thread; only of bf16 maps with several blocks */
-    int relu, half, stream, wide;
+    int relu, half, stream, level;
 } conv_work;
 
 typedef struct {
@@ -52,15 +52,17 @@ typedef struct {
     float *dvalues, *dbias;
     int64_t width, tiles;
     sum8 *sums; /* one for each tap and each row; of every thread if threads divide the tiles */
-    int half, wide, dots;
+    int half, level;
 } grad_work;
 
 void eq_conv_tile_wide(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
                        float *sums);
 void eq_grad_tile_wide(const grad_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
                        sum8 *dot, sum8 *dbias);
-void eq_grad_tile_dot(const grad_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
-                      sum8 *dot, sum8 *dbias);
+void eq_conv_tile_bf16(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
+                       float *sums);
+void eq_grad_tile_bf16(const grad_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
+                       sum8 *dot, sum8 *dbias);
 
 #define SUM(row, i, j, e) (sums + ((((row) - from) * T + (i)) * PARTS + (j)) * 2 * WORDS + (e) * WORDS)
 /* Sums that several blocks of source channels add to wait in y, or in `sums` if y is bf16. */

@@ -18,6 +18,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #define EQ_ABI 5 /* raise with any change of a signature or struct, here and in library.py */
 #define LANES 16
@@ -93,7 +96,14 @@ INLINE words rounded(vec v) {
 }
 /* Writes a vector of words: v[0], or v[0] of even and v[1] of odd images; past the caches if `past`. */
 INLINE void put(float *p, const vec v[2], const int half, const int past) {
+#if VECTOR_BYTES == 64 && defined(__AVX512BF16__)
+    const words pairs = {0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
+                         0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f};
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)v[half], (__m512)v[0]);
+    const vec w = half ? (vec)_mm512_permutexvar_epi16((__m512i)pairs, both) : v[0];
+#else
     const vec w = half ? (vec)((rounded(v[0]) >> 16) | (rounded(v[1]) & 0xffff0000u)) : v[0];
+#endif
     if (past)
         stream(p, w);
     else
@@ -146,8 +156,7 @@ typedef void (*job)(const void *work, int part, int parts);
 void eq_run(job work, const void *arguments, int threads);
 /* to[j][i] = from[i][j] for i < rows and j < columns. */
 void eq_transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows, int64_t columns);
-int eq_wide(void); /* whether conv_wide.c has its functions, and the machine their vectors of 64 bytes */
-int eq_dots(void); /* likewise for conv_dot.c and its dot products of bf16 numbers */
+int eq_level(void); /* 1 if library and machine have vectors of 64 bytes, 2 if they have AVX512-BF16, else 0 */
 int eq_accumulators(void); /* vectors that a kernel can keep in registers, a power of two */
 int64_t eq_split_rows(const int32_t *start, int64_t blocks, int64_t rows, int part, int parts);
 /* Not initialised, aligned to a cache line; NULL if there is no memory; release with free(). Functions that need

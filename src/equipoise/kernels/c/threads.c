@@ -40,21 +40,14 @@ void *eq_scratch(size_t bytes) {
     return aligned_alloc(64, (bytes + 127) / 64 * 64);
 }
 
-int eq_wide(void) {
-#if defined(__AVX512VL__)
-    return 1;
-#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(EQ_NO_CLONES)
-    return __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
-#else
-    return 0;
-#endif
-}
-
-int eq_dots(void) {
+int eq_level(void) {
 #if defined(__AVX512BF16__)
+    return 2;
+#elif defined(__AVX512VL__)
     return 1;
 #elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(EQ_NO_CLONES)
-    return eq_wide() && __builtin_cpu_supports("avx512bf16");
+    if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512bw")) return 0;
+    return __builtin_cpu_supports("avx512bf16") ? 2 : 1;
 #else
     return 0;
 #endif

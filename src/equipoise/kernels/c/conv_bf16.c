@@ -1,12 +1,19 @@
-/* Weight gradient of bf16 maps by the dot-product instruction of AVX512-BF16. It adds the products of an even and an
- * odd image to one float sum, so that nothing is converted. It flushes denormal numbers to zero. */
+/* Tiles of a convolution of bf16 maps by the instructions of AVX512-BF16, which flush denormal numbers to zero. That
+ * for dot products adds the products of an even and an odd image to one float sum, so that nothing is converted. */
 #define VECTOR_BYTES 64
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(EQ_NO_CLONES)
 #pragma GCC target("arch=x86-64-v4,avx512bf16")
 #endif
 #if defined(__AVX512BF16__)
 #include "conv_tiles.h"
-#include <immintrin.h>
+
+void eq_conv_tile_bf16(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
+                       float *sums) {
+    if (a->stream)
+        conv_tile_of(a, t, next, count, row, end, sums, 1, 1);
+    else
+        conv_tile_of(a, t, next, count, row, end, sums, 1, 0);
+}
 
 INLINE vec add_dot(vec sum, vec a, vec b) { return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
 
@@ -39,8 +46,8 @@ INLINE void dot_rows(const grad_work *a, const tile *t, const tile *next, int64_
     }
 }
 
-void eq_grad_tile_dot(const grad_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
-                      sum8 *dot, sum8 *dbias) {
+void eq_grad_tile_bf16(const grad_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
+                       sum8 *dot, sum8 *dbias) {
     for (int64_t b = 0; b < a->blocks; b++) {
         const tile *ahead = b == a->blocks - 1 ? next : NULL;
         sum8 *bias = b == 0 ? dbias : NULL;
@@ -60,6 +67,8 @@ void eq_grad_tile_dot(const grad_work *a, const tile *t, const tile *next, int c
 #undef VECTOR_BYTES
 #include "conv_tiles.h"
 
-void eq_grad_tile_dot(const grad_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
-                      sum8 *dot, sum8 *dbias) {}
+void eq_conv_tile_bf16(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
+                       float *sums) {}
+void eq_grad_tile_bf16(const grad_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
+                       sum8 *dot, sum8 *dbias) {}
 #endif
