@@ -5,7 +5,6 @@
 
 #define MAX_TILE 8
 #define DOT_TILE 16 /* of neighbours in memory; for dot products, which need one register for each position */
-#define PARTS (LANES / WORDS) /* vectors of words in one position */
 typedef float sum8 __attribute__((vector_size(32), aligned(4), may_alias));
 
 /* Source and destination pointers of up to DOT_TILE consecutive positions. */

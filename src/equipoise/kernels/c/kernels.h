@@ -39,6 +39,7 @@
 #define VECTOR_BYTES 32 /* GCC splits wider vectors into scalars if the machine lacks them */
 #endif
 #define WORDS (VECTOR_BYTES / 4)
+#define PARTS (LANES / WORDS) /* vectors of words in one position */
 typedef float vec __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 typedef int32_t bits __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
