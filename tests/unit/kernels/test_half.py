@@ -174,7 +174,9 @@ def test_results_are_rounded_as_in_torch() -> None:
     pattern = Pattern(ConvShape(1, 1), torch.zeros(1, dtype=torch.int64))
     out = operators.conv(half(x), torch.tensor([weight]), None, pattern)
     assert torch.equal(from_blocked(out), (weight * x).to(BF16).float())
-    normed = operators.fused(half(x), Fused(FIXED), torch.tensor([weight]), None, (torch.zeros(1), torch.ones(1) - 1e-5))
+    normed = operators.fused(
+        half(x), Fused(FIXED), torch.tensor([weight]), None, (torch.zeros(1), torch.ones(1) - 1e-5)
+    )
     torch.testing.assert_close(from_blocked(normed), (weight * x).to(BF16).float(), rtol=ROUNDOFF, atol=0)
 
 
