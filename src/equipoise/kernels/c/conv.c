@@ -39,8 +39,8 @@ INLINE void set_next_tile(tile *next, int next_count, const tile *now, int count
 
 /* ---- convolution: forward, and input gradient on the transposed pattern ---- */
 
-CLONES static void conv_tile(const conv_work *a, const tile *t, const tile *next, int count, int64_t row,
-                             int64_t end, float *sums) {
+NARROW_CLONES static void conv_tile(const conv_work *a, const tile *t, const tile *next, int count, int64_t row,
+                                    int64_t end, float *sums) {
     conv_any_tile(a, t, next, count, row, end, sums);
 }
 
@@ -79,8 +79,8 @@ int eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, i
         sums = eq_scratch((threads > 1 ? threads : 1) * y->c * MAX_TILE * 2 * LANES * sizeof *sums);
         if (!sums) return 1;
     }
-    const int past = (half || blocks == 1) && streams(y);
-    conv_work a = {x, y, taps, start, blocks, reach, bias, sums, relu, half, past, eq_level()};
+    const int level = eq_level(), past = (half ? level > 0 : blocks == 1) && streams(y);
+    conv_work a = {x, y, taps, start, blocks, reach, bias, sums, relu, half, past, level};
     eq_run(conv_job, &a, threads);
     free(sums);
     return 0;
@@ -90,10 +90,12 @@ int eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, i
 
 CLONES static void grad_tile(const grad_work *a, const tile *t, const tile *next, int count, int64_t row,
                              int64_t end, sum8 *dot, sum8 *dbias) {
-    if (a->half)
-        grad_any_tile(a, t, next, count, row, end, dot, dbias, 1);
-    else
-        grad_any_tile(a, t, next, count, row, end, dot, dbias, 0);
+    grad_any_tile(a, t, next, count, row, end, dot, dbias, 0);
+}
+
+NARROW_CLONES static void grad_half_tile(const grad_work *a, const tile *t, const tile *next, int count, int64_t row,
+                                         int64_t end, sum8 *dot, sum8 *dbias) {
+    grad_any_tile(a, t, next, count, row, end, dot, dbias, 1);
 }
 
 /* Tiles `first` to `stop` for rows `row` to `end`. `dot` has a sum for each of their taps, block by block. */
@@ -101,7 +103,7 @@ static void grad_tiles(const grad_work *a, int64_t first, int64_t stop, int64_t 
                        sum8 *dbias) {
     const int64_t positions = a->dy->n * a->dy->h * a->dy->w;
     void (*run)(const grad_work *, const tile *, const tile *, int, int64_t, int64_t, sum8 *, sum8 *) =
-        a->level == 2 ? eq_grad_tile_bf16 : a->level ? eq_grad_tile_wide : grad_tile;
+        a->level == 2 ? eq_grad_tile_bf16 : a->level ? eq_grad_tile_wide : a->half ? grad_half_tile : grad_tile;
     tile now, next;
     for (int64_t i = first; i < stop; i++) {
         const int count = tile_at(i, a->width, positions);

@@ -124,17 +124,21 @@ INLINE void conv_rows(const conv_work *a, const tile *t, const tile *next, int64
     }
 }
 
+/* Narrow vectors have no registers for wider tiles of bf16 numbers; see tile_width. */
+#define WIDEST(half) (VECTOR_BYTES == 32 && (half) ? 4 : MAX_TILE)
 #define FOR_EACH_TILE_WIDTH(CASE) CASE(8) CASE(7) CASE(6) CASE(5) CASE(4) CASE(3) CASE(2) CASE(1)
 
 INLINE void conv_tile_of(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
                          float *sums, const int half, const int past) {
     for (int64_t b = 0; b < a->blocks; b++) {
-        if (count == MAX_TILE && t->row) {
-            conv_rows(a, t, next, b, row, end, sums, MAX_TILE, 1, half, past);
+        if (count == WIDEST(half) && t->row) {
+            conv_rows(a, t, next, b, row, end, sums, WIDEST(half), 1, half, past);
             continue;
         }
 #define CASE(T) \
-    case T: conv_rows(a, t, next, b, row, end, sums, T, 0, half, past); break;
+    case T: \
+        if (T <= WIDEST(half)) conv_rows(a, t, next, b, row, end, sums, T, 0, half, past); \
+        break;
         switch (count) { FOR_EACH_TILE_WIDTH(CASE) }
 #undef CASE
     }
@@ -142,7 +146,7 @@ INLINE void conv_tile_of(const conv_work *a, const tile *t, const tile *next, in
 
 INLINE void conv_any_tile(const conv_work *a, const tile *t, const tile *next, int count, int64_t row, int64_t end,
                           float *sums) {
-    if (a->half && a->stream)
+    if (VECTOR_BYTES == 64 && a->half && a->stream)
         conv_tile_of(a, t, next, count, row, end, sums, 1, 1);
     else if (a->half)
         conv_tile_of(a, t, next, count, row, end, sums, 1, 0);
@@ -224,11 +228,13 @@ INLINE void grad_any_tile(const grad_work *a, const tile *t, const tile *next, i
     for (int64_t b = 0; b < a->blocks; b++) {
         const tile *ahead = b == a->blocks - 1 ? next : NULL;
         sum8 *bias = b == 0 ? dbias : NULL;
-        if (count == MAX_TILE && t->row) {
-            grad_rows(a, t, ahead, b, row, end, dot, bias, MAX_TILE, 1, half);
+        if (count == WIDEST(half) && t->row) {
+            grad_rows(a, t, ahead, b, row, end, dot, bias, WIDEST(half), 1, half);
         } else {
 #define CASE(T) \
-    case T: grad_rows(a, t, ahead, b, row, end, dot, bias, T, 0, half); break;
+    case T: \
+        if (T <= WIDEST(half)) grad_rows(a, t, ahead, b, row, end, dot, bias, T, 0, half); \
+        break;
             switch (count) { FOR_EACH_TILE_WIDTH(CASE) }
 #undef CASE
         }

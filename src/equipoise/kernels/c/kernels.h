@@ -30,8 +30,10 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(EQ_NO_CLONES)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define NARROW_CLONES __attribute__((target_clones("arch=x86-64-v3", "default"))) /* level 0 only, see eq_level */
 #else
 #define CLONES
+#define NARROW_CLONES
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
