@@ -1,0 +1,64 @@
+"""Blocked convolution with weights in blocks of 16 outputs x 1 input: forward and both gradients."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equipoise.kernels import boundary, library
+from equipoise.kernels.blocks import OUTPUTS, Blocks
+from equipoise.kernels.planes import address
+
+
+def forward(x: Tensor, y: Tensor, values: Tensor, bias: Tensor | None, blocks: Blocks) -> None:
+    """Write the convolution of `x`, which has a border for its padding, to `y`."""
+    steps = (x.stride(1), x.stride(2))
+    offsets, weights = blocks.offsets(*steps), blocks.weights(values.detach().numpy())
+    library.load().eq_block_conv(
+        byref(boundary.describe_source(x, y.shape, blocks.shape.stride, blocks.extent(*steps))),
+        byref(boundary.describe(y)),
+        address(blocks.start),
+        address(offsets),
+        address(weights),
+        blocks.kernel,
+        int(blocks.tap_offsets(steps[1]).max()),
+        boundary.address(bias, blocks.shape.out_channels, "bias"),
+        0,  # no ReLU
+        library.threads(),
+    )
+
+
+def input_grad(dy: Tensor, dx: Tensor, values: Tensor, blocks: Blocks) -> None:
+    """Write the gradient of the input to `dx`. No border of `dy` is read."""
+    offsets, weights = blocks.offsets(dx.stride(1), dx.stride(2)), blocks.weights(values.detach().numpy())
+    library.load().eq_block_input_grad(
+        byref(boundary.describe(dy)),
+        byref(boundary.describe(dx)),
+        address(blocks.start),
+        address(offsets),
+        address(weights),
+        blocks.kernel,
+        address(blocks.reach),
+        address(blocks.stride),
+        library.threads(),
+    )
+
+
+def weight_grad(x: Tensor, dy: Tensor, dbias: Tensor | None, blocks: Blocks) -> Tensor:
+    """Return the gradient of the active weights, and write that of the bias to `dbias`."""
+    steps = (x.stride(1), x.stride(2))
+    offsets, sums = blocks.offsets(*steps), np.empty(blocks.count * OUTPUTS, np.float32)
+    library.load().eq_block_grad(
+        byref(boundary.describe_source(x, dy.shape, blocks.shape.stride, blocks.extent(*steps))),
+        byref(boundary.describe(dy)),
+        address(blocks.start),
+        address(offsets),
+        blocks.kernel,
+        address(sums),
+        boundary.address(dbias, blocks.shape.out_channels, "gradient of the bias"),
+        library.threads(),
+    )
+    return torch.from_numpy(blocks.values(sums))
