@@ -62,6 +62,8 @@ class Step(ctypes.Structure):
         ("pool", c_int32),
         ("taps", c_void_p),
         ("start", c_void_p),
+        ("offset", c_void_p),
+        ("weights", c_void_p),
         ("blocks", c_int64),
         ("reach", c_int64),
         ("scale", c_void_p),

@@ -21,8 +21,10 @@ from equipoise.kernels.taps import Pattern, check_index, pattern_of
 from equipoise.storage.sparse_weight import is_cleared
 
 # Costs that decide when torch's dense convolution is faster, in units of one weight of the dense convolution: an active
-# weight in the sparse kernel, and the conversion of one channel from the blocked layout and back.
+# weight in the sparse kernel, one in the kernel for blocks of 16 outputs, and the conversion of one channel from the
+# blocked layout and back.
 SPARSE_WEIGHT = 1.45
+BLOCK_WEIGHT = 1.1
 CONVERTED_CHANNEL = 80
 # Attributes that a packed layer takes from the original layer
 ATTRIBUTES = (
@@ -127,7 +129,10 @@ class PackedLayer(nn.Module):
     @property
     def dense(self) -> bool:
         """Whether torch's dense operation is faster at this density."""
-        return _dense_is_faster(self.shape, self.index.numel())
+        if not _dense_is_faster(self.shape, self.index.numel(), SPARSE_WEIGHT):
+            return False
+        in_blocks = library.available() and self.pattern.blocks is not None
+        return not in_blocks or _dense_is_faster(self.shape, self.index.numel(), BLOCK_WEIGHT)
 
     @property
     def pattern(self) -> Pattern:
@@ -299,9 +304,9 @@ def set_data(parameter: Tensor, data: Tensor) -> None:
     parameter.data = data
 
 
-def _dense_is_faster(shape: ConvShape, active: int) -> bool:
+def _dense_is_faster(shape: ConvShape, active: int, cost: float) -> bool:
     channels = shape.in_channels * math.prod(shape.stride) + shape.out_channels
-    return active * SPARSE_WEIGHT > shape.weight_numel + channels * CONVERTED_CHANNEL
+    return active * cost > shape.weight_numel + channels * CONVERTED_CHANNEL
 
 
 def is_packable(layer: nn.Module) -> bool:
