@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -69,14 +70,13 @@ class SemiConv2d(nn.Module):
 
     def __init__(self, layer: nn.Conv2d, compress: Callable[[Tensor], Tensor] = to_sparse_semi_structured) -> None:
         super().__init__()
-        self.kernel, self.stride, self.dilation = layer.kernel_size, layer.stride, layer.dilation
-        self.padding = layer.padding
+        window = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+        self.window = cast("tuple[Pair, Pair, Pair, Pair]", window)
         self.weight = nn.Parameter(compress(as_matrix(layer.weight.detach())), requires_grad=False)
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = patches(x, self.kernel, self.stride, self.padding, self.dilation)
-        return F.linear(rows, self.weight, self.bias).permute(0, 3, 1, 2)
+        return F.linear(patches(x, *self.window), self.weight, self.bias).permute(0, 3, 1, 2)
 
 
 def as_matrix(weight: Tensor) -> Tensor:

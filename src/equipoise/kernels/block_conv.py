@@ -10,7 +10,16 @@ from torch import Tensor
 
 from equipoise.kernels import boundary, library
 from equipoise.kernels.blocks import OUTPUTS, Blocks
+from equipoise.kernels.geometry import Border, Pair
 from equipoise.kernels.planes import address
+
+CACHE_PERIOD = 64  # positions in 4 KiB, at which addresses share a set of the first-level cache
+
+
+def spread(size: Pair, border: Border) -> Border:
+    """Return the border of an input gradient of this size: a wider one if the same cache set held all channels."""
+    high, wide = (length + 2 * zeros for length, zeros in zip(size, border, strict=True))
+    return (border[0] + 1, border[1] + 1) if high * wide % CACHE_PERIOD == 0 else border
 
 
 def forward(x: Tensor, y: Tensor, values: Tensor, bias: Tensor | None, blocks: Blocks) -> None:

@@ -51,10 +51,11 @@ def input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, b
     The forward kernel runs on the transposed pattern, once for each phase of the stride.
     """
     shape = pattern.shape
-    dx = arena.take((size[0], size[1], size[2], size[3]), border)
     if pattern.blocks is not None:
+        dx = arena.take((size[0], size[1], size[2], size[3]), block_conv.spread((size[2], size[3]), border))
         block_conv.input_grad(arena.with_border(dy, NO_BORDER), dx, values, pattern.blocks)
         return dx
+    dx = arena.take((size[0], size[1], size[2], size[3]), border)
     dy = arena.with_border(dy, shape.grad_border((size[2], size[3])))
     with pattern.lend(transposed=True) as taps:
         taps.load(values, dy.stride(1), dy.stride(2))

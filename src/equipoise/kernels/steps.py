@@ -285,6 +285,7 @@ class KernelSteps:
             taps, start = sorted_taps(shape, index, values, x.steps[1], offsets, one_block=self.lanes == 1)
             kind, kernel = CONV, (len(start) - 1) // max(1, shape.out_channels)
             arrays = {"taps": taps, "start": start}
+        fields: dict[str, Any] = {name: address(array) for name, array in arrays.items()}
         self._add(
             kind,
             x,
@@ -295,7 +296,7 @@ class KernelSteps:
             reach=high,
             shift=address(bias),
             relu=relu,
-            **{name: address(array) for name, array in arrays.items()},
+            **fields,
         )
         return y
 

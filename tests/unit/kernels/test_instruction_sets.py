@@ -28,7 +28,7 @@ def test_kernels_of_every_level(level: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path))
     monkeypatch.setenv("EQUIPOISE_CFLAGS", f"-DEQ_NO_CLONES -march={level}")
     environment = {**os.environ, "EQUIPOISE_KERNELS": str(build.compiled()), "OMP_NUM_THREADS": "2"}
-    tests = [str(TESTS / name) for name in ("test_operators.py", "test_linear.py")]
+    tests = [str(TESTS / name) for name in ("test_operators.py", "test_blocks.py", "test_linear.py")]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=TESTS.parents[2])
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

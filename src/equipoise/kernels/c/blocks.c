@@ -189,14 +189,14 @@ INLINE void add_taps(const back_work *a, float *dx, const vec g[][2], int64_t t,
     const float *w = a->weights + t * GROUP + j;
     for (; t < end; t++, w += GROUP) {
         float *to = dx + a->offset[t];
-        vec low = load(to), high = load(to + 8);
+        vec sums[4] = {load(to), load(to + 8), splat(w[0]) * g[0][0], splat(w[0]) * g[0][1]}; /* short chains */
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
+        for (int r = 1; r < R; r++) {
             const vec s = splat(w[r]);
-            low += s * g[r][0];
-            high += s * g[r][1];
+            sums[r % 2 ? 0 : 2] += s * g[r][0];
+            sums[r % 2 ? 1 : 3] += s * g[r][1];
         }
-        store(to, low), store(to + 8, high);
+        store(to, sums[0] + sums[2]), store(to + 8, sums[1] + sums[3]);
     }
 }
 
