@@ -99,7 +99,7 @@ def check_request(
     """Raise a `UserError` for a request that cannot be fulfilled, before any work is done for it."""
     FORMATS[form]
     if values is not None and VALUES[values] and values not in (stored := VALUES_OF.get(form, ("float32",))):
-        raise UserError(f"{form} stores {' or '.join(stored)}; only the packed format has {values} values")
+        raise UserError(f"{form} stores {' or '.join(stored)}; --format packed has {values} values")
     if form == "2:4":
         check_gpu()
     if form == "onnx":
