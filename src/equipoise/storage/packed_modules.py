@@ -24,7 +24,7 @@ from equipoise.storage.sparse_weight import is_cleared
 # weight in the sparse kernel, one in the kernel for blocks of 16 outputs, and the conversion of one channel from the
 # blocked layout and back.
 SPARSE_WEIGHT = 1.45
-BLOCK_WEIGHT = 1.1
+BLOCK_WEIGHT = 1.2
 CONVERTED_CHANNEL = 80
 # Attributes that a packed layer takes from the original layer
 ATTRIBUTES = (

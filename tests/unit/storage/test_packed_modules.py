@@ -349,3 +349,15 @@ def test_norms_of_another_length_are_refused(name: str, frozen: bool) -> None:
     getattr(norm, name).data = torch.ones(1)
     with pytest.raises(UserError, match=rf"{name} of a BatchNorm of 8 channels has the shape \[1\]"):
         (freeze(model) if frozen else model)(torch.rand(3, 1, 8, 8))
+
+
+@pytest.mark.skipif(not library.available(), reason=library.reason())
+def test_denser_layers_stay_sparse_if_their_weights_form_blocks() -> None:
+    torch.manual_seed(0)
+    layer, density = nn.Conv2d(256, 256, 3), 0.75
+    blocks = (torch.rand(16, 1, 256, 3, 3) < density).expand(-1, 16, -1, -1, -1).reshape(layer.weight.shape)
+    single = torch.rand_like(layer.weight) < density
+    in_blocks, unstructured = packed(layer, blocks), packed(layer, single)
+    assert in_blocks is not None
+    assert unstructured is not None
+    assert (in_blocks.how(), unstructured.how()) == ("sparse", "dense: the dense kernel is faster at this density")
