@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equipoise.deploy.semi_structured import SemiConv2d, SemiLinear, check_gpu, milliseconds
+from equipoise.deploy.two_to_four import SemiConv2d, SemiLinear, check_gpu, milliseconds
 
 IMAGES, TOKENS = 64, 197
 LINEAR = {

@@ -17,7 +17,7 @@ from equipoise.deploy.c_source import VALUE_TYPES, write_c
 from equipoise.deploy.coding import VALUES
 from equipoise.deploy.fold import fold
 from equipoise.deploy.packed_file import write_packed, written
-from equipoise.deploy.semi_structured import check_gpu, write_semi_structured
+from equipoise.deploy.two_to_four import check_gpu, write_semi_structured
 from equipoise.errors import UserError
 from equipoise.scores import SCORES
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from equipoise.deploy.custom import read_custom
 from equipoise.deploy.frozen import freeze, is_frozen
 from equipoise.deploy.packed_file import read_packed
-from equipoise.deploy.semi_structured import convert
+from equipoise.deploy.two_to_four import convert
 from equipoise.errors import UserError
 from equipoise.kernels.library import available
 from equipoise.storage.pack import pack_masks

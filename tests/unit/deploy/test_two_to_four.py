@@ -10,7 +10,7 @@ from equipoise.deploy import load, write_packed
 from equipoise.deploy.blueprint import Blueprint, Network
 from equipoise.deploy.export import check_request
 from equipoise.deploy.packed_file import read_packed
-from equipoise.deploy.semi_structured import (
+from equipoise.deploy.two_to_four import (
     SemiConv2d,
     SemiLinear,
     as_matrix,
