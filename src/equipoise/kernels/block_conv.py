@@ -24,16 +24,16 @@ def spread(size: Pair, border: Border) -> Border:
 
 def forward(x: Tensor, y: Tensor, values: Tensor, bias: Tensor | None, blocks: Blocks) -> None:
     """Write the convolution of `x`, which has a border for its padding, to `y`."""
-    steps = (x.stride(1), x.stride(2))
-    offsets, weights = blocks.offsets(*steps), blocks.weights(values.detach().numpy())
+    within = blocks.tap_offsets(x.stride(2))
+    offsets, weights = blocks.offsets(x.stride(1), within), blocks.weights(values.detach().numpy())
     library.load().eq_block_conv(
-        byref(boundary.describe_source(x, y.shape, blocks.shape.stride, blocks.extent(*steps))),
+        byref(boundary.describe_source(x, y.shape, blocks.shape.stride, blocks.extent(x.stride(1), within))),
         byref(boundary.describe(y)),
         address(blocks.start),
         address(offsets),
         address(weights),
         blocks.kernel,
-        int(blocks.tap_offsets(steps[1]).max()),
+        int(within.max()),
         boundary.address(bias, blocks.shape.out_channels, "bias"),
         0,  # no ReLU
         library.threads(),
@@ -42,7 +42,8 @@ def forward(x: Tensor, y: Tensor, values: Tensor, bias: Tensor | None, blocks: B
 
 def input_grad(dy: Tensor, dx: Tensor, values: Tensor, blocks: Blocks) -> None:
     """Write the gradient of the input to `dx`. No border of `dy` is read."""
-    offsets, weights = blocks.offsets(dx.stride(1), dx.stride(2)), blocks.weights(values.detach().numpy())
+    offsets = blocks.offsets(dx.stride(1), blocks.tap_offsets(dx.stride(2)))
+    weights = blocks.weights(values.detach().numpy())
     library.load().eq_block_input_grad(
         byref(boundary.describe(dy)),
         byref(boundary.describe(dx)),
@@ -58,10 +59,10 @@ def input_grad(dy: Tensor, dx: Tensor, values: Tensor, blocks: Blocks) -> None:
 
 def weight_grad(x: Tensor, dy: Tensor, dbias: Tensor | None, blocks: Blocks) -> Tensor:
     """Return the gradient of the active weights, and write that of the bias to `dbias`."""
-    steps = (x.stride(1), x.stride(2))
-    offsets, sums = blocks.offsets(*steps), np.empty(blocks.count * OUTPUTS, np.float32)
+    within = blocks.tap_offsets(x.stride(2))
+    offsets, sums = blocks.offsets(x.stride(1), within), np.empty(blocks.count * OUTPUTS, np.float32)
     library.load().eq_block_grad(
-        byref(boundary.describe_source(x, dy.shape, blocks.shape.stride, blocks.extent(*steps))),
+        byref(boundary.describe_source(x, dy.shape, blocks.shape.stride, blocks.extent(x.stride(1), within))),
         byref(boundary.describe(dy)),
         address(blocks.start),
         address(offsets),

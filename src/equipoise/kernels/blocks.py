@@ -35,31 +35,26 @@ class Blocks:
         )
         self.stride = np.array(shape.stride)
         self.reach = np.stack(np.broadcast_arrays(rows[:, None], columns), -1).reshape(-1, 2)
-        self._offsets: dict[Pair, Integers] = {}
 
     def tap_offsets(self, row_step: int) -> NDArray[np.int64]:
-        """Return the offset of each position in the kernel, in a plane whose rows are `row_step` floats apart."""
+        """Return the offset of each position in the kernel, in a blocked plane with `row_step` floats to a row."""
         return self.reach @ np.array([row_step, LANES])
 
-    def extent(self, channel_step: int, row_step: int) -> Pair:
-        """Return the smallest and the largest offset that a tap can have."""
-        within = self.tap_offsets(row_step)
-        return int(within.min()), int(within.max()) + (self.shape.in_channels - 1) * channel_step
-
-    def offsets(self, channel_step: int, row_step: int) -> Integers:
-        """Return the offset of each tap into a blocked map with these steps.
+    def extent(self, channel_step: int, tap_offsets: NDArray[np.int64]) -> Pair:
+        """Return the smallest and the largest offset that a tap can have.
 
         Raises:
             UserError: If the map is too large.
         """
-        known = self._offsets.get((channel_step, row_step))
-        if known is None:
-            low, high = self.extent(channel_step, row_step)
-            if high >= 2**31 or low < -(2**31):
-                raise UserError("the activation of one block of images is too large for the kernels (2^31 values)")
-            known = (self._source * np.int64(channel_step) + self.tap_offsets(row_step)[self._which]).astype(np.int32)
-            self._offsets = {(channel_step, row_step): known, **dict(list(self._offsets.items())[:3])}
-        return known
+        low, high = int(tap_offsets.min()), int(tap_offsets.max()) + (self.shape.in_channels - 1) * channel_step
+        if high >= 2**31 or low < -(2**31):
+            raise UserError("the activation of one block of images is too large for the kernels (2^31 values)")
+        return low, high
+
+    def offsets(self, channel_step: int, tap_offsets: NDArray[np.int64]) -> Integers:
+        """Return the offset of each tap: its source channel times `channel_step`, plus its offset in the kernel."""
+        self.extent(channel_step, tap_offsets)
+        return (self._source * np.int64(channel_step) + tap_offsets[self._which]).astype(np.int32)
 
     def weights(self, values: Floats) -> Floats:
         """Return the values in the order of the taps, 16 for each."""

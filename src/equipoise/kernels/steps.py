@@ -277,10 +277,14 @@ class KernelSteps:
         maps = (x.described_source(y, stride, (low, last)), y.described(whole_vectors=self.lanes == 1))
         bias = vector(bias, shape.out_channels, "bias")
         index = checked_index(shape, index)
-        found = find(shape, index) if self.lanes > 1 else None
+        found = find(shape, index)
         if found is not None:
             kind, kernel = BLOCKS, found.kernel
-            arrays = {"start": found.start, "offset": found.offsets(*x.steps[1:3]), "weights": found.weights(values)}
+            arrays = {
+                "start": found.start,
+                "offset": found.offsets(x.steps[1], offsets),
+                "weights": found.weights(values),
+            }
         else:
             taps, start = sorted_taps(shape, index, values, x.steps[1], offsets, one_block=self.lanes == 1)
             kind, kernel = CONV, (len(start) - 1) // max(1, shape.out_channels)

@@ -106,18 +106,20 @@ def test_blocks_are_found_if_and_only_if_all_weights_form_them(
 
 
 @pytest.mark.parametrize("relu", [False, True])
-def test_a_program_runs_blocks_as_torch_does(relu: bool) -> None:
+@pytest.mark.parametrize("lanes", [1, 16])
+@pytest.mark.parametrize("size", [(1, 1), (9, 8), (5, 21)])
+def test_a_program_runs_blocks_as_torch_does(size: tuple[int, int], lanes: int, relu: bool) -> None:
     torch.manual_seed(0)
-    shape = ConvShape(32, 6, (3, 3), (2, 1), (1, 1))
+    kernel = (1, 1) if size == (1, 1) else (3, 3)
+    shape = ConvShape(32, 6, kernel, (2, 1), (kernel[0] // 2, kernel[1] // 2))
     mask = random_mask(shape, 0.3)
-    weight, bias, x = torch.randn(mask.shape) * mask, torch.randn(32), torch.randn(20, 6, 9, 8)
-    steps = KernelSteps(2, 16)
-    given_ = steps.buffer((6, 9, 8))
-    y = steps.conv(
-        given_, shape, mask.flatten().nonzero().flatten().numpy(), weight[mask].numpy(), bias.numpy(), relu
-    )
+    weight, bias, x = torch.randn(mask.shape) * mask, torch.randn(32), torch.randn(2 * lanes, 6, *size)
+    steps = KernelSteps(2, lanes)
+    given_ = steps.buffer((6, *size))
+    index = mask.flatten().nonzero().flatten().numpy()
+    y = steps.conv(given_, shape, index, weight[mask].numpy(), bias.numpy(), relu)
     found = torch.from_numpy(steps.buffers(given_, y).compute(x.numpy(), threads=2))
-    expected = F.conv2d(x, weight, bias, (2, 1), 1)
+    expected = F.conv2d(x, weight, bias, shape.stride, shape.padding)
     torch.testing.assert_close(found, expected.relu() if relu else expected, rtol=1e-4, atol=1e-5)
 
 

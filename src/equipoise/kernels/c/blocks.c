@@ -7,7 +7,7 @@
 
 #define GROUP 16 /* outputs */
 #define HALF 8
-#define MAX_WIDTH 3
+#define MAX_WIDTH 6
 #define STRIP 32 /* positions whose gradients stay in the first-level cache */
 
 /* Sorts active weights, given as ascending flat indices into (out, in / groups, taps), by group of outputs, position
@@ -70,54 +70,70 @@ typedef struct {
     int relu, stream;
 } block_work;
 
-/* `R` outputs at `P` positions at a time: a vector of inputs is loaded once for R outputs. */
-INLINE void block_rows(const block_work *a, const float *const x[], float *const y[], int64_t group, const int R,
-                       const int P, const int past) {
+/* R outputs at P positions of H vectors at a time: a vector of inputs is loaded once for R outputs. */
+INLINE void block_rows(const block_work *a, const float *const x[], float *const y[], const bits keep[], int64_t group,
+                       const int R, const int P, const int H, const int past) {
     const int32_t *t0 = a->offset + a->start[group * a->kernel], *end = a->offset + a->start[(group + 1) * a->kernel];
     for (int j = 0; j < GROUP; j += R) {
         const int64_t row = group * GROUP + j;
         const float *w = a->weights + a->start[group * a->kernel] * (int64_t)GROUP + j;
-        vec acc[8][MAX_WIDTH][2];
-#pragma GCC unroll 8
+        vec acc[4][MAX_WIDTH][2];
+#pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             const vec b = splat(a->bias ? a->bias[row + r] : 0);
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++) acc[r][p][0] = acc[r][p][1] = b;
+#pragma GCC unroll 6
+            for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+                for (int i = 0; i < H; i++) acc[r][p][i] = b;
         }
         for (const int32_t *t = t0; t < end; t++, w += GROUP) {
             vec v[MAX_WIDTH][2];
+#pragma GCC unroll 6
+            for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+                for (int i = 0; i < H; i++) v[p][i] = load(x[p] + *t + 8 * i);
 #pragma GCC unroll 4
-            for (int p = 0; p < P; p++) v[p][0] = load(x[p] + *t), v[p][1] = load(x[p] + *t + 8);
-#pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 const vec s = splat(w[r]);
-#pragma GCC unroll 4
-                for (int p = 0; p < P; p++) acc[r][p][0] += s * v[p][0], acc[r][p][1] += s * v[p][1];
+#pragma GCC unroll 6
+                for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+                    for (int i = 0; i < H; i++) acc[r][p][i] += s * v[p][i];
             }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
+        if (a->relu) {
 #pragma GCC unroll 4
-            for (int p = 0; p < P; p++) {
-                float *to = y[p] + (row + r) * a->y->sc;
-                vec low = acc[r][p][0], high = acc[r][p][1];
-                if (a->relu) low = relu(low), high = relu(high);
-                if (past)
-                    stream(to, low), stream(to + 8, high);
-                else
-                    store(to, low), store(to + 8, high);
-            }
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 6
+                for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+                    for (int i = 0; i < H; i++) acc[r][p][i] = relu(acc[r][p][i]);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 6
+            for (int p = 0; p < P; p++)
+#pragma GCC unroll 2
+                for (int i = 0; i < H; i++) {
+                    float *to = y[p] + (row + r) * a->y->sc + 8 * i;
+                    if (H == 1)
+                        store(to, where(keep[p], acc[r][p][i]));
+                    else if (past)
+                        stream(to, acc[r][p][i]);
+                    else
+                        store(to, acc[r][p][i]);
+                }
     }
 }
 
 CLONES static void block_tile(const block_work *a, const float *const x[], float *const y[], int count,
                               int64_t group) {
-#define CASE(P)                                          \
-    case P:                                              \
-        if (a->stream)                                   \
-            block_rows(a, x, y, group, 4, P, 1);         \
-        else                                             \
-            block_rows(a, x, y, group, 4, P, 0);         \
+#define CASE(P)                                             \
+    case P:                                                 \
+        if (a->stream)                                      \
+            block_rows(a, x, y, NULL, group, 4, P, 2, 1);   \
+        else                                                \
+            block_rows(a, x, y, NULL, group, 4, P, 2, 0);   \
         break;
     switch (count) { CASE(3) CASE(2) CASE(1) }
 #undef CASE
@@ -172,6 +188,64 @@ void eq_block_conv(const map *x, const map *y, const int32_t *start, const int32
     const int64_t width = eq_accumulators() > 8 ? 3 : 1;
     block_work a = {x, y, start, offset, weights, bias, kernel, width, reach, relu, streams(y)};
     eq_run(block_job, &a, threads);
+}
+
+/* ---- forward of few images: vectors run along the columns of a plane, see flat.c ---- */
+
+CLONES static void flat_tile(const block_work *a, const float *const x[], float *const y[], const bits keep[],
+                             int count, int64_t group) {
+#define CASE(P) \
+    case P: block_rows(a, x, y, keep, group, 4, P, 1, 0); break;
+    switch (count) { CASE(6) CASE(5) CASE(4) CASE(3) CASE(2) CASE(1) }
+#undef CASE
+}
+
+/* Planes of one position: one vector for 8 outputs instead of one for the columns. */
+CLONES static void one_position(const block_work *a, const float *x, float *y, int64_t group) {
+    const int32_t *start = a->start + group * a->kernel;
+    vec acc[2][2] = {{splat(0), splat(0)}, {splat(0), splat(0)}}; /* taps in turn: two chains hide the latency */
+    for (int64_t t = start[0]; t < start[a->kernel]; t++) {
+        const vec v = splat(x[a->offset[t]]);
+        const float *w = a->weights + t * GROUP;
+        acc[t & 1][0] += v * load(w);
+        acc[t & 1][1] += v * load(w + HALF);
+    }
+    for (int j = 0; j < GROUP; j++) {
+        const int64_t row = group * GROUP + j;
+        const float found = acc[0][j / HALF][j % HALF] + acc[1][j / HALF][j % HALF] + (a->bias ? a->bias[row] : 0);
+        y[row * a->y->sc] = a->relu && found < 0 ? 0 : found;
+    }
+}
+
+static void flat_block_job(const void *work, int part, int parts) {
+    const block_work *a = work;
+    const map *from = a->x, *to = a->y;
+    const int64_t per_row = (to->w + 7) / 8, vectors = to->n * to->h * per_row, groups = to->c / GROUP;
+    const int64_t strips = (vectors + a->width - 1) / a->width, even = (vectors + strips - 1) / strips;
+    for (int64_t job = strips * groups * part / parts; job < strips * groups * (part + 1) / parts; job++) {
+        const float *x[MAX_WIDTH];
+        float *y[MAX_WIDTH];
+        bits keep[MAX_WIDTH];
+        int count = 0;
+        for (int64_t p = job / groups * even; p < vectors && count < even; p++, count++) {
+            const int64_t w = p % per_row * 8, h = p / per_row % to->h, n = p / per_row / to->h;
+            x[count] = from->data + n * from->sn + h * from->sh + w;
+            y[count] = to->data + n * to->sn + h * to->sh + w;
+            for (int i = 0; i < 8; i++) keep[count][i] = -(w + i < to->w);
+        }
+        if (to->h * to->w == 1 && count == 1)
+            one_position(a, x[0], y[0], job % groups);
+        else if (count)
+            flat_tile(a, x, y, keep, count, job % groups);
+    }
+}
+
+/* As eq_flat_conv. */
+void eq_flat_block_conv(const map *x, const map *y, const int32_t *start, const int32_t *offset, const float *weights,
+                        int64_t kernel, const float *bias, int relu, int threads) {
+    const int64_t width = eq_accumulators() > 8 ? 6 : 2;
+    block_work a = {x, y, start, offset, weights, bias, kernel, width, 0, relu, 0};
+    eq_run(flat_block_job, &a, threads);
 }
 
 /* ---- input gradient ---- */

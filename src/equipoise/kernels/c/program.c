@@ -8,6 +8,8 @@ void eq_flat_conv(const map *x, const map *y, const tap *taps, const int32_t *st
 
 void eq_block_conv(const map *x, const map *y, const int32_t *start, const int32_t *offset, const float *weights,
                    int64_t kernel, int64_t reach, const float *bias, int relu, int threads);
+void eq_flat_block_conv(const map *x, const map *y, const int32_t *start, const int32_t *offset, const float *weights,
+                        int64_t kernel, const float *bias, int relu, int threads);
 
 enum { CONV, PLANE, POOL, COPY, BLOCKS };
 
@@ -104,7 +106,9 @@ static void planes_job(const void *work, int part, int parts) {
 void eq_program(const step *steps, int64_t count, int threads) {
     for (const step *a = steps; a < steps + count; a++) {
         const int64_t work = a->x.n * a->x.c * a->x.h * a->x.w * a->lanes;
-        if (a->kind == BLOCKS)
+        if (a->kind == BLOCKS && a->lanes == 1)
+            eq_flat_block_conv(&a->x, &a->y, a->start, a->offset, a->weights, a->blocks, a->shift, a->relu, threads);
+        else if (a->kind == BLOCKS)
             eq_block_conv(&a->x, &a->y, a->start, a->offset, a->weights, a->blocks, a->reach, a->shift, a->relu, threads);
         else if (a->kind != CONV)
             eq_run(planes_job, a, work < 20000 ? 1 : threads); /* waking threads takes one or two microseconds */
