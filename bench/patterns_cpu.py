@@ -151,9 +151,8 @@ def main() -> None:
         draw(CHART)
         return
     torch.manual_seed(0)
-    speeds = measure(
-        arguments.sparsity, arguments.repeats, time.process_time if arguments.cpu_time else time.perf_counter
-    )
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    speeds = measure(arguments.sparsity, arguments.repeats, clock, arguments.erk)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(speeds, indent=1) + "\n")
 
