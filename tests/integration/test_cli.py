@@ -43,6 +43,8 @@ def test_a_run_from_training_to_curves(run: Run, recipe: str, tmp_path: Path) ->
     assert [row.split()[0] for row in rows[2:5]] == ["1", "2", "3"]
     assert (tmp_path / "here" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert max(map(len, rows)) <= 80
+    assert run("show", "here", "--html").out == f"{shown.out}page: here/report.html\n"
+    assert (tmp_path / "here" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
     scored = run("eval", "here")
     assert scored.status == 0

@@ -162,7 +162,12 @@ def evaluate(
         console.print(make_table(["", "accuracy", "loss", "images"], rows, title))
 
 
-def show(run: Annotated[Path, typer.Argument(help="Folder of a run, or of several runs, such as runs.")]) -> None:
+def show(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, or of several runs, such as runs.")],
+    html: Annotated[
+        bool, typer.Option("--html", help="Also write the run as a page, report.html in its folder.")
+    ] = False,
+) -> None:
     """Print the epochs and layers of a run, and draw its curves to curves.png in its folder; or list runs."""
     from equipoise.display.figures import draw_run
     from equipoise.display.tables import epochs_table, layers_table
@@ -186,6 +191,12 @@ def show(run: Annotated[Path, typer.Argument(help="Folder of a run, or of severa
     except (LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{folder.metrics_file} was not written by equipoise: {error!r}") from None
     console.print(f"curves: {run / 'curves.png'}")
+    if html:
+        from equipoise.report import write_report
+
+        for problem in write_report(run, run / "report.html").problems:
+            console.print(problem)
+        console.print(f"page: {run / 'report.html'}")
 
 
 def _wait_for(folder: RunFolder) -> None:
