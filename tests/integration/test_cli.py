@@ -238,23 +238,27 @@ def test_without_words_there_is_help(run: Run) -> None:
 
 
 def test_the_demo_fits_in_80_columns(run: Run, tmp_path: Path) -> None:
-    outcome = run("demo", "--epochs", "2", "--out", "demo")
+    outcome = run("demo", "--epochs", "2", "--seeds", "2", "--out", "demo")
     assert (outcome.status, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in outcome.out
-    start = lines.index("digits, test accuracy after 2 epochs")
-    header, rows = lines[start + 1], lines[start + 2 : -1]
-    assert header.split() == ["accuracy", "ema", "density", "explored", "variance", "passes", "seconds"]
+    start = lines.index("digits, test accuracy after 2 epochs, mean and deviation of 2 seeds")
+    header, rows = lines[start + 1], lines[start + 2 : start + 9]
+    assert header.split() == ["accuracy", "density", "explored", "variance", "passes", "seconds"]
     assert [re.split(r"  +", row)[0] for row in rows] == [
         *("dense", "static", "SET", "RigL"),
         *("SET + AGENT", "SET + AGENT c*", "fast"),
     ]
     assert "5.0 %" in rows[1]
+    ends = [json.loads((tmp_path / "demo" / f"set-seed{k}" / "result.json").read_text()) for k in (0, 1)]
+    a, b = (100 * end["test"]["plain"]["accuracy"] for end in ends)
+    assert f"{(a + b) / 2:.1f} ± {abs(a - b) / 2**0.5:.1f} %" in rows[2]
+    assert "one of 360 test images is 0.3 points" in lines[start + 10]
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    folders = sorted(path.name for path in (tmp_path / "demo").iterdir() if path.is_dir())
-    assert folders == ["dense", "fast", "rigl", "set", "set-agent", "set-agent-c", "static"]
-    assert run("show", "demo/set-agent").status == 0
+    folders = {path.name.removesuffix("-seed1") for path in (tmp_path / "demo").glob("*-seed1")}
+    assert folders == {"dense", "fast", "rigl", "set", "set-agent", "set-agent-c", "static"}
+    assert run("show", "demo/set-agent-seed0").status == 0
 
 
 def test_names_are_shown_as_they_are(run: Run, recipe: str) -> None:

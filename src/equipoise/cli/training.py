@@ -173,7 +173,7 @@ def show(
     from equipoise.display.tables import epochs_table, layers_table
     from equipoise.training import RunFolder
     from equipoise.training.run_folder import find_runs
-    from equipoise.training.run_list import runs_table
+    from equipoise.training.run_list import method_of, runs_table
 
     if not os.path.isfile(run / "recipe.yaml") and (runs := find_runs(run)):
         console.print(runs_table(runs, run))
@@ -187,7 +187,7 @@ def show(
         console.print(epochs_table(metrics, str(run)))
         if layers := (folder.result() or {}).get("layers"):
             console.print(layers_table(layers))
-        draw_run(metrics, run / "curves.png", str(run))
+        draw_run(metrics, run / "curves.png", f"{run.resolve().name}: {method_of(folder.recipe())}")
     except (LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{folder.metrics_file} was not written by equipoise: {error!r}") from None
     console.print(f"curves: {run / 'curves.png'}")

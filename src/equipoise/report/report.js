@@ -1,7 +1,7 @@
 "use strict";
 /* Draw the curves of the report with uPlot from the data in #data. Text from files is set as textContent only. */
 (() => {
-  const COLOURS = 8; // of arms; later arms have the same ones, dashed
+  const COLOURS = 7; // of arms; later arms have the same ones, dashed
   const AXES = [
     {name: "epochs", label: "epoch"},
     {name: "gradient evaluations", label: "gradient evaluations, in epochs of SGD"},

@@ -97,7 +97,7 @@ def write_page(results: Path, page: Path) -> list[str]:
     page.parent.mkdir(parents=True, exist_ok=True)
     gaps = [gap for at in PAPER if (gap := waterfall(studies["published"], at)) is not None]
     for gap in gaps:
-        write_whole(page.parent / _figure(gap), str(draw(gap)).encode())
+        write_whole(page.parent / _figure(gap), str(draw(gap, background="#ffffff")).encode())
     write_whole(page, ("\n".join(_page_lines(items, studies, gaps)) + "\n").encode())
     return problems
 

@@ -11,7 +11,7 @@ from equipoise.report.words import value_of
 from equipoise.studies.compare import cost_per_epoch, spread
 from equipoise.studies.results import Result, Study
 
-COLOURS = 8  # classes a0 to a7 of the style sheet
+COLOURS = 7  # classes a0 to a6 of the style sheet
 Number = Callable[[Result], float | None]
 
 
