@@ -13,7 +13,7 @@ from equipoise.errors import UserError
 from equipoise.scores import SCORES
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555")  # Okabe and Ito 2008
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 13,  # legible at half the size
     "axes.titlesize": 13,
     "axes.titlelocation": "left",
