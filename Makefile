@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export MPLBACKEND := Agg
 
-.PHONY: demo test test-all test-gpu test-faults lint types format bench clean
+.PHONY: demo test test-all test-gpu test-faults lint types format figures bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -19,6 +19,11 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_figures.py
+
+# Numbers and charts of README and docs, from the committed results.
+figures: .venv/installed
+	$(BIN)/python tools/check_figures.py --write
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -29,7 +29,12 @@ Metrics = list[dict[str, Any]]
 
 @contextmanager
 def drawing(
-    path: Path, title: str, columns: int = 2, rows: int = 1, size: tuple[float, float] = (11, 4.4)
+    path: Path,
+    title: str,
+    columns: int = 2,
+    rows: int = 1,
+    size: tuple[float, float] = (11, 4.4),
+    source: str | None = None,
 ) -> Iterator[list[Any]]:
     """Make a figure without a display and write it to a file at the end.
 
@@ -39,6 +44,7 @@ def drawing(
         columns: Number of panels next to each other.
         rows: Number of rows of panels.
         size: Width and height in inches.
+        source: A text that the PNG file keeps, such as a digest of the data.
 
     Yields:
         The axes of the panels.
@@ -56,7 +62,7 @@ def drawing(
         try:
             yield list(axes.flat)
             figure.suptitle(title, x=0.01, ha="left", fontsize=15, parse_math=False)  # a folder's name may have a $
-            figure.savefig(path, dpi=120)
+            figure.savefig(path, dpi=120, metadata={} if source is None else {"Source": source})
         except (OSError, ValueError) as error:
             raise UserError(f"cannot draw to {path}: {error}") from None
         finally:
