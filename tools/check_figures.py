@@ -9,7 +9,7 @@ A number, or a whole table, stands between two comments, which readers do not se
 The first word is one of the functions below, the others are its arguments; words with spaces are quoted, and
 `name=value` is an option. The check computes the text from `results/` and `bench/results/` and compares it letter by
 letter. It also compares docs/reproduction.md with the page that `equipoise study --reproduction` writes, and the charts
-of tools/charts.py with their data. Prints one line for each difference; exit status 1 if there is one.
+of tools/charts.py with their data. Prints one line for each difference; exit status 1 if one is left.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def bench(file: str) -> Any:
     try:
         return json.loads((ROOT / "bench" / "results" / file).read_text())
     except (OSError, ValueError) as error:
-        raise Unknown(f"bench/results/{file} cannot be read: {error}") from None
+        raise Unknown(f"bench/results/{file} cannot be read ({type(error).__name__})") from None
 
 
 def at(file: str, path: str) -> float:
@@ -215,8 +215,7 @@ def checked(text: str, problems: list[str], page: str) -> str:
 
 
 def pages() -> Iterator[Path]:
-    yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md") if (ROOT / name).is_file())
-    yield from sorted((ROOT / "docs").rglob("*.md"))
+    yield from sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def reproduction(write: bool) -> list[str]:
@@ -234,21 +233,27 @@ def _same(file: Path, other: Path) -> bool:
     return other.is_file() and file.read_bytes() == other.read_bytes()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the figures instead of complaining")
-    write = parser.parse_args().write
+def differences(write: bool) -> list[str]:
+    """Return a line for each number, page and chart that is not what the results give, and write those with `write`."""
     problems: list[str] = []
     for page in pages():
         text = page.read_text(encoding="utf-8")
         done = checked(text, problems, str(page.relative_to(ROOT)))
         if write and done != text:
             page.write_text(done, encoding="utf-8")
-    problems += reproduction(write) + stale_charts(write)
-    for problem in problems:
-        print(problem)
-    if problems and not write:
-        print("run `python tools/check_figures.py --write`, and read what changed")
+    return problems + reproduction(write) + stale_charts(write)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write what the results give")
+    write = parser.parse_args().write
+    found = differences(write)
+    for line in found:
+        print(line)
+    if found and not write:
+        print("run `make figures`, and read what changed")
+    if found and (not write or differences(write=False)):
         sys.exit(1)
 
 

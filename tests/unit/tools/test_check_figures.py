@@ -115,9 +115,14 @@ def test_the_command_fails_until_the_pages_are_written(
     told = capsys.readouterr().out
     assert "docs/deep/page.md:1: figure runs s SGD: the text has '7', the results '3'" in told
     assert "docs/reproduction.md: the results give another page" in told
-    run("write")
+    assert "run `make figures`" in told
+    assert "run `make figures`" not in run("write")
     assert page.read_text() == "<!-- figure: runs s SGD -->3<!-- /figure -->\n"
     assert run("check") == ""
+    page.write_text("<!-- figure: runs t SGD -->3<!-- /figure -->\n")  # cannot be computed
+    with pytest.raises(SystemExit, match="1"):
+        run("write")
+    page.unlink()
     (root / "docs" / "reproduction.md").write_text("older")
     with pytest.raises(SystemExit, match="1"):
         run("check")
