@@ -55,6 +55,7 @@ bench: .venv/installed
 	$(BIN)/python bench/attack.py
 	$(BIN)/python bench/robust.py
 	$(BIN)/python bench/cpu.py
+	$(BIN)/python bench/deploy.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info

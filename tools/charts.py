@@ -183,6 +183,7 @@ def draw_deploy(entries: list[dict[str, Any]], path: Path, digest: str) -> None:
                 axis.text(value, k, f" {value:.3g}" if value < 1000 else f" {value:,.0f}", va="center")
             axis.set_yticks(range(len(rows)), list(rows) if i == 0 else [""] * len(rows))
             axis.invert_yaxis()
+            axis.grid(axis="y", visible=False)
             axis.set_title(name)
             axis.margins(x=0.22)
 

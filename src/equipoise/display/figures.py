@@ -20,6 +20,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.alpha": 0.25,
     "legend.frameon": False,
     "legend.fontsize": 12,
@@ -166,3 +167,4 @@ def draw_arms(arms: Mapping[str, Sequence[Metrics]], path: Path, title: str) -> 
         seconds.margins(x=0.12)
         for axis in (accuracy, seconds):
             axis.invert_yaxis()
+        seconds.grid(axis="y", visible=False)
