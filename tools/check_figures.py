@@ -196,6 +196,10 @@ def checked(text: str, problems: list[str], page: str) -> str:
     def replaced(match: re.Match[str]) -> str:
         begin, call, quoted, end = match.groups()
         where = f"{page}:{text.count(chr(10), 0, match.start()) + 1}"
+        if text[: match.start()].rpartition("\n")[2].strip() == "" and not quoted.startswith("\n"):
+            problems.append(
+                f"{where}: figure {call}: move it away from the start of the line, which ends a paragraph"
+            )
         try:
             computed = text_of(call)
         except Unknown as error:

@@ -57,7 +57,7 @@ def test_figures_are_those_of_the_result_files(root: Path) -> None:
 
 def test_a_wrong_number_is_named_with_its_line_and_replaced(root: Path) -> None:
     right = "<!-- figure: runs s SGD -->3<!-- /figure -->"
-    page = f"one\n{right} and\n<!-- figure: ratio b.json 0/dense 0/bytes -->5.0<!-- /figure --> times\n"
+    page = f"one\nin {right} and\nby <!-- figure: ratio b.json 0/dense 0/bytes -->5.0<!-- /figure --> times\n"
     done, problems = check(page)
     assert problems == ["README.md:3: figure ratio b.json 0/dense 0/bytes: the text has '5.0', the results '4.0'"]
     assert done == page.replace("5.0", "4.0")
@@ -80,12 +80,21 @@ def test_a_wrong_number_is_named_with_its_line_and_replaced(root: Path) -> None:
     ],
 )
 def test_a_figure_that_cannot_be_computed_is_one_line(root: Path, call: str, told: str) -> None:
-    page = f"<!-- figure: {call} -->1<!-- /figure -->"
+    page = f"| <!-- figure: {call} -->1<!-- /figure --> |"
     done, (problem,) = check(page)
     assert done == page
     assert problem.startswith(f"README.md:1: figure {call}: ")
     assert told in problem
     assert "\n" not in problem
+
+
+def test_a_line_that_begins_with_a_figure_would_be_an_html_block_of_markdown(root: Path) -> None:
+    begins = "Three\n  <!-- figure: runs s SGD -->3<!-- /figure --> runs"
+    assert check(begins)[1] == [
+        "README.md:2: figure runs s SGD: move it away from the start of the line, which ends a paragraph"
+    ]
+    whole = "<!-- figure: runs s SGD -->\n3\n<!-- /figure -->"  # such as a table
+    assert "move it away" not in check(whole)[1][0]
 
 
 @pytest.mark.parametrize("page", ["<!-- figure: runs s SGD -->3", "3<!-- /figure -->"])
@@ -100,7 +109,7 @@ def test_the_command_fails_until_the_pages_are_written(
 ) -> None:
     page = root / "docs" / "deep" / "page.md"
     page.parent.mkdir(parents=True)
-    page.write_text("<!-- figure: runs s SGD -->7<!-- /figure -->\n")
+    page.write_text("Of <!-- figure: runs s SGD -->7<!-- /figure -->\n")
     monkeypatch.setattr(check_figures, "stale_charts", lambda write: [])
     monkeypatch.setattr(check_figures, "write_page", lambda results, page: page.write_text("the six claims"))
     words = {"check": ["x"], "write": ["x", "--write"]}
@@ -117,9 +126,9 @@ def test_the_command_fails_until_the_pages_are_written(
     assert "docs/reproduction.md: the results give another page" in told
     assert "run `make figures`" in told
     assert "run `make figures`" not in run("write")
-    assert page.read_text() == "<!-- figure: runs s SGD -->3<!-- /figure -->\n"
+    assert page.read_text() == "Of <!-- figure: runs s SGD -->3<!-- /figure -->\n"
     assert run("check") == ""
-    page.write_text("<!-- figure: runs t SGD -->3<!-- /figure -->\n")  # cannot be computed
+    page.write_text("Of <!-- figure: runs t SGD -->3<!-- /figure -->\n")  # cannot be computed
     with pytest.raises(SystemExit, match="1"):
         run("write")
     page.unlink()
