@@ -27,8 +27,8 @@ def costs_of(study: Study) -> list[dict[int, list[float | None]]]:
 def charts_of(study: Study) -> list[Chart]:
     """Return the curves that a study has data for.
 
-    A chart has a title, a finding, the form of its numbers (`percent`, `log percent`, `points` or `number`), and views,
-    of which the page shows one at a time.
+    A chart has a title, a finding, the form of its numbers (`percent`, `points` or `number`; after `log` with a
+    logarithmic axis), and views, of which the page shows one at a time.
     """
     split = next((r.epochs[-1].split for rs in study.results.values() for r in rs), "test")
     accuracy = {label: _entry("scores", score) for score, label in ALL_SCORES.items()}
@@ -40,7 +40,7 @@ def charts_of(study: Study) -> list[Chart]:
         _gains(study, "Gain in accuracy at equal epochs, in points", accuracy),
         _lines(study, "Weight of the correction", "number", coefficients),
         _lines(study, "Variance left by the correction", "log percent", variance),
-        _lines(study, "Training loss", "number", {"loss": _field("train_loss")}),
+        _lines(study, "Training loss", "log number", {"loss": _field("train_loss")}),
         _lines(study, "Active and explored weights", "percent", {name: _field(key) for name, key in WEIGHTS.items()}),
         _lines(study, "Gradients during training", "number", measured),
     ]
@@ -103,10 +103,9 @@ def _finding(view: Mapping[str, Any], form: str, names: Mapping[int, str]) -> st
     ends = [(mean, std, names[line["arm"]]) for line in view["series"] for _, mean, std in line["points"][-1:]]
     if len(ends) > 2:
         ends = [min(ends), max(ends)]
-    write = {"number": partial(value_of, ""), "points": partial(gain_of, "accuracy")}
-    texts = [
-        f"{name} {write.get(form, partial(value_of, 'accuracy'))(Spread(mean, std, 1))}" for mean, std, name in ends
-    ]
+    forms = {"number": partial(value_of, ""), "points": partial(gain_of, "accuracy")}
+    write = forms.get(form.removeprefix("log "), partial(value_of, "accuracy"))
+    texts = [f"{name} {write(Spread(mean, std, 1))}" for mean, std, name in ends]
     return f"{view['label']}, at the end: {(' to ' if len(view['series']) > 2 else ', ').join(texts)}"
 
 

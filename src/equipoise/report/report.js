@@ -46,7 +46,7 @@
   }
 
   function reading([mean, std], form) {
-    if (form === "number") return figures(mean) + (std ? ` ± ${figures(std)}` : "");
+    if (form.endsWith("number")) return figures(mean) + (std ? ` ± ${figures(std)}` : "");
     const sign = form === "points" && mean > 0 ? "+" : "";
     return `${sign}${mean.toFixed(2)}${std ? ` ± ${std.toFixed(2)}` : ""}${unit(form)}`;
   }
@@ -58,12 +58,13 @@
 
   /* One x for all curves, and for each of them the mean and the edges of its band. */
   function aligned(series, at, form) {
-    const scale = form === "number" ? 1 : 100;
+    const scale = form.endsWith("number") ? 1 : 100, log = form.startsWith("log");
     const tables = series.map(({arm, points}) => {
-      const known = points.filter((p) => at(arm, p) !== null);
+      const known = points.filter((p) => at(arm, p) !== null && (!log || p[MEAN] > 0));
       const column = (of) => known.map((p) => scale * of(p));
       const std = (p) => p[STD] || 0;
-      const edges = [-1, 1].map((sign) => column((p) => p[MEAN] + sign * std(p)));
+      const clip = (edge, mean) => (log ? Math.max(edge, mean / 1000) : edge); // a logarithm needs a positive edge
+      const edges = [-1, 1].map((sign) => column((p) => clip(p[MEAN] + sign * std(p), p[MEAN])));
       return [known.map((p) => at(arm, p)), column((p) => p[MEAN]), ...edges];
     });
     return uPlot.join(tables);
@@ -93,7 +94,7 @@
       series: [{label: AXES[axis].label, value: at}, ...curves],
       scales: {
         x: {time: false, range: (_, low, high) => [state.close ? high / 2 : axis ? 0 : Math.min(low, high - 1), high]},
-        y: form === "log percent" ? {distr: 3} : {range: (_, low, high) => {
+        y: form.startsWith("log") ? {distr: 3} : {range: (_, low, high) => {
           const pad = 0.04 * (high - low || Math.abs(high) || 1);
           return [low - pad, form === "percent" ? Math.min(high + pad, Math.max(100, high)) : high + pad];
         }},
@@ -101,7 +102,7 @@
       axes: [
         {label: AXES[axis].label, labelFont: FONT, font: FONT, size: 26, labelSize: 18, stroke: ink, grid: {show: false}, ticks: {show: false}, gap: 6,
           ...(axis === 0 ? {incrs: EPOCHS} : {})},
-        {font: FONT, size: form === "log percent" ? 72 : 56, stroke: ink, grid, ticks: {show: false},
+        {font: FONT, size: form.startsWith("log") ? 72 : 56, stroke: ink, grid, ticks: {show: false},
           values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : `${+tick.toPrecision(6)}${unit(form)}`))},
       ],
       cursor: {y: false, hover: {prox: width / 8}},
