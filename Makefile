@@ -23,6 +23,7 @@ lint: .venv/installed
 
 # Numbers and charts of README and docs, from the committed results.
 figures: .venv/installed
+	$(BIN)/python bench/accelerate_tables.py --write
 	$(BIN)/python tools/check_figures.py --write
 
 format: .venv/installed

@@ -5,6 +5,7 @@
 - time-to-accuracy.png: final accuracy over training time. On a GPU from the study `time-to-accuracy`, with the seconds
   of an epoch from bench/results/startup.jsonl for runs that shared their device; on two CPU cores from
   bench/results/cpu_accuracy.jsonl.
+- epochs-to-accuracy.png: final accuracy over epochs, from the study `time-to-accuracy`.
 - deploy.png: size, latency and throughput of an exported model, from bench/results/deploy.json of bench/deploy.py.
 
 A panel or a chart without data is left out. Each file holds a digest of its data, by which tools/check_figures.py
@@ -74,20 +75,22 @@ def time_to_accuracy() -> dict[str, Panel] | None:
     return shown or None
 
 
-def gpu_points() -> Panel:
-    """Return the arms of the study whose training time is known."""
+def budgets() -> dict[tuple[str, int], Sequence[Result]]:
+    """Return the runs of VGG-C in the study, by arm without its epochs, and epochs."""
     folder = ROOT / "results" / "time-to-accuracy"
     arms = read_results(folder).studies[0].results if folder.is_dir() else {}
+    named = {arm: re.fullmatch(r"(?!VGG-16)(.*), (\d+) epochs", arm) for arm in arms}
+    return {(match[1], int(match[2])): arms[arm] for arm, match in named.items() if match and arms[arm]}
+
+
+def gpu_points() -> Panel:
+    """Return the budgets whose training time is known."""
     timed = [line["seconds"] / line["epochs"] for line in read_lines("startup.jsonl") if "train" in line]
     found: Panel = {}
-    for arm, results in arms.items():
-        match = re.fullmatch(r"(.*), (\d+) epochs", arm)
-        if match is None or match[1] not in FAMILIES or not results:
-            continue
-        times = seconds_of(results) or ([int(match[2]) * statistics.mean(timed)] if timed else [])
-        if times:
-            accuracies = [result.test["plain"] for result in results]
-            found.setdefault(FAMILIES[match[1]], []).append(point(times, accuracies))
+    for (arm, epochs), results in budgets().items():
+        times = seconds_of(results) or ([epochs * statistics.mean(timed)] if timed else [])
+        if times and arm in FAMILIES:
+            found.setdefault(FAMILIES[arm], []).append(point(times, [result.test["plain"] for result in results]))
     return {family: sorted(points) for family, points in found.items()}
 
 
@@ -130,9 +133,46 @@ def draw_time_to_accuracy(panels: dict[str, Panel], path: Path, digest: str) -> 
                 time, mean, std = zip(*points, strict=True)
                 axis.errorbar(time, mean, std, label=family, color=colour, marker=marker, ms=8, lw=2, capsize=4)
             axis.set_title(f"{place}:\n{fastest(panel, UNITS[place])}")
-            axis.set_xlabel(f"training time on {place}, {UNITS[place]}")
+            axis.set_xlabel(f"training steps on {place}, {UNITS[place]} (without start-up)")
             axis.set_xlim(left=0)
             axis.legend()
+
+
+# Accuracy over epochs
+
+
+def epochs_to_accuracy() -> Panel | None:
+    """Return all budgets of the study by arm; `None` without a run of ours."""
+    found: Panel = {}
+    for (arm, epochs), results in budgets().items():
+        found.setdefault(arm, []).append(point([epochs], [result.test["plain"] for result in results]))
+    return {arm: sorted(points) for arm, points in found.items()} if "fast" in found else None
+
+
+def fewest(panel: Panel) -> str:
+    """Compare the first budget of ours that ends at the best published recipe with that recipe."""
+    published = [(points[-1], arm) for arm, points in panel.items() if arm.endswith(" published")]
+    if not published:
+        return "The fast recipe and others"
+    best, name = max(published, key=lambda entry: entry[0].mean)
+    reached = [point for point in panel["fast"] if point.mean >= best.mean]
+    ours = reached[0] if reached else max(panel["fast"], key=lambda point: point.mean)
+    gain = ours.mean - best.mean
+    side = f"{abs(gain):.1f} points {'above' if gain >= 0 else 'below'} {name.removesuffix(' published')}"
+    return f"{ours.time:.0f} epochs of the fast recipe end {side} as published in {best.time:.0f} epochs"
+
+
+def draw_epochs_to_accuracy(panel: Panel, path: Path, digest: str) -> None:
+    with drawing(path, fewest(panel), 1, size=(10, 5.4), source=digest) as (axis,):
+        looks = zip(COLOURS, "osD^vP*", strict=True)
+        for size, ((arm, points), (colour, marker)) in enumerate(zip(panel.items(), looks, strict=False)):
+            time, mean, std = zip(*points, strict=True)
+            ms = 15 - 1.5 * size  # later ones are smaller, so that points that coincide are visible
+            axis.errorbar(time, mean, std, label=arm, color=colour, marker=marker, ms=ms, lw=2, capsize=4)
+        axis.set_title("VGG-C on CIFAR-10, 99 % sparse or dense: final test accuracy, %")
+        axis.set_xlabel("epochs of training")
+        axis.set_xlim(left=0)
+        axis.legend()
 
 
 # Exported models
@@ -192,6 +232,7 @@ def draw_deploy(entries: list[dict[str, Any]], path: Path, digest: str) -> None:
 
 CHARTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Path, str], None]]] = {
     "time-to-accuracy.png": (time_to_accuracy, draw_time_to_accuracy),
+    "epochs-to-accuracy.png": (epochs_to_accuracy, draw_epochs_to_accuracy),
     "deploy.png": (deploy, draw_deploy),
 }
 

@@ -97,6 +97,26 @@ def test_the_finding_names_the_first_budget_that_ends_at_what_all_reach() -> Non
     assert charts.fastest(panel, "min") == "86.0 % in 6 min (ours), 20 min (dense)"
 
 
+def test_the_chart_over_epochs_has_all_arms_and_names_the_first_budget_that_reaches_the_published(root: Path) -> None:
+    arms = {"fast, 8 epochs": 0.84, "fast, 12 epochs": 0.87, "fast, 25 epochs": 0.89, "dense, 8 epochs": 0.9}
+    arms |= {
+        "SET-ITOP published, 50 epochs": 0.845,
+        "RigL-ITOP published, 40 epochs": 0.85,
+        "VGG-16 x, 5 epochs": 0.9,
+    }
+    write_gpu(root, {arm: (accuracy, None) for arm, accuracy in arms.items()})
+    panel = charts.epochs_to_accuracy()
+    assert panel is not None
+    assert [point.time for point in panel["fast"]] == [8, 12, 25]
+    assert set(panel) == {"fast", "dense", "SET-ITOP published", "RigL-ITOP published"}
+    assert (
+        charts.fewest(panel)
+        == "12 epochs of the fast recipe end 2.0 points above RigL-ITOP as published in 40 epochs"
+    )
+    panel["fast"] = panel["fast"][:1]
+    assert charts.fewest(panel).startswith("8 epochs of the fast recipe end 1.0 points below RigL-ITOP")
+
+
 def test_a_chart_is_stale_once_its_data_changes(root: Path) -> None:
     write_cpu(root, sparse=[(5, 0.81), (8, 0.85)], float32=[(9, 0.8)], bf16=[(7, 0.8)])
     (root / "bench" / "results" / "deploy.json").write_text(json.dumps([deploy_entry(0.99, 10, 1e-3, 0.04)]))
