@@ -167,7 +167,7 @@ def draw_epochs_to_accuracy(panel: Panel, path: Path, digest: str) -> None:
         looks = zip(COLOURS, "osD^vP*", strict=True)
         for size, ((arm, points), (colour, marker)) in enumerate(zip(panel.items(), looks, strict=False)):
             time, mean, std = zip(*points, strict=True)
-            ms = 15 - 1.5 * size  # later ones are smaller, so that points that coincide are visible
+            ms = 11 - size  # later ones are smaller, so that points that coincide are visible
             axis.errorbar(time, mean, std, label=arm, color=colour, marker=marker, ms=ms, lw=2, capsize=4)
         axis.set_title("VGG-C on CIFAR-10, 99 % sparse or dense: final test accuracy, %")
         axis.set_xlabel("epochs of training")
