@@ -97,11 +97,15 @@ def draw_run(metrics: Metrics, path: Path, name: str) -> None:
     accuracy = percent(last["scores"]["plain"]["accuracy"])
     title = f"{name}\n{accuracy} {split} accuracy after {epoch} epoch{'s' * (epoch > 1)}"
     title += f", {percent(1 - density, 1)} sparse" if density < 1 else ", dense"
-    columns = 3 if len(shown) == 3 else 2
-    rows = (len(shown) + 1) // columns
+    _draw(shown, [line["epoch"] for line in metrics], path, title)
+
+
+def _draw(panels: Mapping[str, Mapping[str, list[float]]], epochs: list[int], path: Path, title: str) -> None:
+    columns = 3 if len(panels) == 3 else 2
+    rows = (len(panels) + 1) // columns
     with drawing(path, title, columns, rows, (5.5 * columns, 0.7 + 3.6 * rows)) as axes:
-        for axis, (label, series) in zip(axes, shown.items(), strict=True):
-            _plot(axis, [line["epoch"] for line in metrics], series, unit=" %" if "%" in label else "")
+        for axis, (label, series) in zip(axes, panels.items(), strict=True):
+            _plot(axis, epochs, series, unit=" %" if "%" in label else "")
             axis.set_title(label)
 
 
