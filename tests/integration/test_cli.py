@@ -447,7 +447,13 @@ def test_runs_that_cannot_be_scored(run: Run, recipe: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "line", [{"epoch": 1}, {"epoch": 1, "scores": 3, "split": 1}, {"epoch": 1, "correction": []}]
+    "line",
+    [
+        {"epoch": 1},
+        {"epoch": 1, "scores": 3, "split": 1},
+        {"epoch": 1, "correction": []},
+        {**epoch_line(1, 0.5), "density": "x"},
+    ],
 )
 def test_metrics_that_are_not_ours_are_told(run: Run, tmp_path: Path, line: dict[str, Any]) -> None:
     RunFolder.create(tmp_path / "here", tiny()).append(line)

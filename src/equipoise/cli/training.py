@@ -188,7 +188,9 @@ def show(
         if layers := (folder.result() or {}).get("layers"):
             console.print(layers_table(layers))
         draw_run(metrics, run / "curves.png", f"{run.resolve().name}: {method_of(folder.recipe())}")
-    except (LookupError, TypeError, AttributeError) as error:
+    except UserError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{folder.metrics_file} was not written by equipoise: {error!r}") from None
     console.print(f"curves: {run / 'curves.png'}")
     if html:
