@@ -19,6 +19,7 @@ import equipoise
 from cli_helpers import Run, assert_refused, everything
 from equipoise import cli
 from equipoise.training import RunFolder, Trainer
+from study_helpers import line as epoch_line
 from train_helpers import assert_same_runs, held_by_another_process, tiny
 
 # Commands
