@@ -144,12 +144,13 @@
     }
     controls(chart, costs, container, state, draw);
     container.addEventListener("keydown", (event) => {
-      const step = {ArrowRight: 1, ArrowLeft: -1}[event.key], xs = plot.data[0];
+      const step = {ArrowRight: 1, ArrowLeft: -1}[event.key], {min, max} = plot.scales.x;
       if (!step) return;
       event.preventDefault();
-      const from = plot.cursor.idx ?? (step > 0 ? -1 : xs.length);
-      const left = plot.valToPos(xs[Math.max(0, Math.min(xs.length - 1, from + step))], "x");
-      plot.setCursor({left, top: 0});
+      const shown = [...plot.data[0].keys()].filter((i) => plot.data[0][i] >= min && plot.data[0][i] <= max);
+      const from = shown.indexOf(plot.cursor.idx);
+      const to = from < 0 ? (step > 0 ? 0 : shown.length - 1) : Math.max(0, Math.min(shown.length - 1, from + step));
+      plot.setCursor({left: plot.valToPos(plot.data[0][shown[to]], "x"), top: 0});
     });
     return draw;
   }
