@@ -80,12 +80,19 @@ def accuracy(name: str, arm: str, digits: str = "1", **options: str) -> str:
 
 
 @figure
-def gain(name: str, better: str, than: str, digits: str = "1", interval: str = "", **options: str) -> str:
-    """`−1.3 points`: the difference of two arms; `interval=yes` adds ` (−4.5 to +1.9)`, its 95 % interval."""
+def gain(
+    name: str, better: str, than: str, digits: str = "1", interval: str = "", words: str = "", **options: str
+) -> str:
+    """`−1.3 points`: the difference of two arms.
+
+    `interval=yes` adds ` (−4.5 to +1.9)`, its 95 % interval; `words=yes` gives `1.3 points below`.
+    """
     found = judge(study(name), Claim("", better, than, **asked(options)))
     if found.gain is None:
         raise Unknown(f"{better} and {than} cannot be compared in the study {name}: {found.why}")
     text = f"{signed(found.gain, int(digits))} points"
+    if words:
+        return f"{text.lstrip('+−')} {'above' if found.gain >= 0 else 'below'}"
     if not interval:
         return text
     if found.effect is None:

@@ -49,6 +49,8 @@ def test_figures_are_those_of_the_result_files(root: Path) -> None:
         f"{difference:+.1f} points ({interval.low:+.1f} to {interval.high:+.1f})"
     ).replace("-", "−")
     assert check_figures.text_of("gain s SGD AGENT") == f"−{difference:.1f} points"
+    assert check_figures.text_of("gain s SGD AGENT words=yes") == f"{difference:.1f} points below"
+    assert check_figures.text_of("gain s AGENT SGD words=yes") == f"{difference:.1f} points above"
     assert check_figures.text_of("gain s SGD SGD") == "0.0 points"
     assert check_figures.text_of("runs s AGENT SGD") == "3 and 3"
     assert check_figures.text_of("value b.json 0/bytes scale=1e-6 format=.2f") == "2.50"
