@@ -17,7 +17,7 @@ import equipoise as eq
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
-    r"(?:<!-- (?P<mark>slow|not run: [^\n]+) -->\n\s*)?^(?P<indent> *)```(?P<language>\w*)[^\n]*\n"
+    r"(?:<!-- (?P<mark>slow|fresh|not run: [^\n]+) -->\n\s*)?^(?P<indent> *)```(?P<language>\w*)[^\n]*\n"
     r"(?P<code>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -32,7 +32,7 @@ class Block(NamedTuple):
         line: Number of lines before its code.
         language: The word after the fence; empty if there is none.
         code: Its text.
-        mark: `slow`, `not run: REASON` or nothing, from a comment in the line before the block.
+        mark: `slow`, `fresh`, `not run: REASON` or nothing, from a comment in the line before the block.
     """
 
     page: str
@@ -58,11 +58,12 @@ def blocks(page: Path) -> list[Block]:
 def run_python(chosen: list[Block], variables: dict[str, Any]) -> None:
     """Execute blocks of a page in order; a traceback names the page and its line.
 
-    Blocks of one section share their variables. A new section begins with those of `small_world`; imports stay.
+    Blocks of one section share their variables. A new section, or a block that is marked
+    `fresh`, begins with those of `small_world`; imports stay.
     """
     section = None
     for block in chosen:
-        if block.section != section:
+        if block.section != section or block.mark == "fresh":
             variables.update(small_world())
             section = block.section
         exec(compile("\n" * block.line + block.code, block.page, "exec"), variables)
