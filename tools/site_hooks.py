@@ -7,15 +7,18 @@ import html
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
 
 NOTEBOOKS = Path("examples")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for every notebook, and its pictures."""
+    from mkdocs.structure.files import File
+
     for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
         page, pictures = as_markdown(json.loads(notebook.read_text(encoding="utf-8")), notebook)
         files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=page))

@@ -89,6 +89,27 @@ def test_notebooks_show_what_they_print_and_draw(notebook: Path) -> None:
     assert len([output for output in outputs if "image/png" in output.get("data", {})]) >= 2
 
 
+def test_the_site_shows_notebooks_with_their_outputs() -> None:
+    hooks = runpy.run_path(str(ROOT / "tools" / "site_hooks.py"))
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "Text."]},
+        {
+            "cell_type": "code",
+            "source": ["1 + 1"],
+            "outputs": [
+                {"output_type": "stream", "text": ["printed\n"]},
+                {"output_type": "display_data", "data": {"image/png": "aGk=", "text/plain": ["<Figure>"]}},
+            ],
+        },
+    ]
+    page, pictures = hooks["as_markdown"]({"cells": cells}, Path("examples/some.ipynb"))
+    assert page == (
+        "# Title\nText.\n\nThe notebook is `examples/some.ipynb`.\n\n```python\n1 + 1\n```\n\n"
+        "```text\nprinted\n```\n\n![figure of the code above](some-1.png)\n"
+    )
+    assert pictures == {"some-1.png": b"hi"}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(TIMEOUT)
