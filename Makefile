@@ -59,7 +59,7 @@ bench: .venv/installed
 docs: .venv/docs-installed
 	$(BIN)/equipoise recipe --keys > docs/recipe-keys.md
 	$(BIN)/python tools/command_page.py > docs/command-line.md
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Runs the notebooks in examples/ and keeps their outputs in them.
 notebooks: .venv/docs-installed

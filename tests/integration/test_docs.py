@@ -180,6 +180,15 @@ def test_the_page_of_commands_is_up_to_date() -> None:
     assert (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8") == page + "\n"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_quoted_figures_are_those_of_the_results(page: Path) -> None:
+    """`<!-- figures of docs/benchmarks.md: 1.17 × | 1.39 × -->` names what a page quotes of another one."""
+    for source, figures in re.findall(r"<!-- figures of (\S+): (.+?) -->", page.read_text(encoding="utf-8")):
+        results = " ".join((ROOT / source).read_text(encoding="utf-8").split())
+        for figure in figures.split(" | "):
+            assert figure in results, f"{page}: {source} has no {figure}"
+
+
 def targets(page: Path) -> list[str]:
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"\w+:|#", link)]
