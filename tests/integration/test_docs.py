@@ -72,11 +72,15 @@ def test_blocks_run(page: str, variables: dict[str, Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_run(notebook: Path, variables: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "budget", [{"STEPS": 30, "EPOCHS": 1}, pytest.param({}, marks=pytest.mark.slow)], ids=["short", "whole"]
+)
+def test_notebooks_run(notebook: Path, budget: dict[str, int], variables: dict[str, Any]) -> None:
     variables["display"] = lambda *shown, **options: SimpleNamespace(update=lambda figure: None)  # of IPython
     for number, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"]):
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), f"{notebook.name}, cell {number}", "exec"), variables)
+        variables |= {name: value for name, value in budget.items() if name in variables}
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
