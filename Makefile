@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export MPLBACKEND := Agg
 
-.PHONY: demo test test-all test-gpu test-faults lint types format figures bench clean
+.PHONY: demo test test-all test-gpu test-faults lint types format figures bench docs notebooks clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -57,6 +57,20 @@ bench: .venv/installed
 	$(BIN)/python bench/robust.py
 	$(BIN)/python bench/cpu.py
 	$(BIN)/python bench/deploy.py
+
+.venv/docs-installed: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+# The site, in build/site. A warning or a dead link is an error.
+docs: .venv/docs-installed
+	$(BIN)/equipoise recipe --keys > docs/recipe-keys.md
+	$(BIN)/python tools/command_page.py > docs/command-line.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Runs the notebooks in examples/ and keeps their outputs in them.
+notebooks: .venv/docs-installed
+	OMP_NUM_THREADS=2 $(BIN)/jupyter nbconvert --execute --inplace examples/*.ipynb
 
 clean:
 	rm -rf .venv build dist src/*.egg-info

@@ -169,6 +169,7 @@ def _summary(judged: Sequence[JudgedClaim], studies: Mapping[str, Study]) -> Ite
     runs = _runs(studies)
     tried = [name for name, study in studies.items() if _ran(study)]
     yield f"> **Summary.** {plural(len(runs), 'run')} of {plural(len(tried), 'study', 'studies')}, {DATA} and digits."
+    yield ">"
     yield from (f"> - {claim.sentence}" for claim in judged)
 
 
