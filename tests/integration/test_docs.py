@@ -140,6 +140,7 @@ def test_blocks_that_do_not_run_are_counted() -> None:
         "docs/guides/frameworks.md runs it": 2,
         "docs/guides/deploy.md runs it": 1,
         "needs CIFAR-10 and a GPU": 2,
+        "needs a GPU": 2,
         "needs a GPU and torchao": 1,
         "rigl-torch is not installed": 1,
         "sparsimony is not installed": 1,
