@@ -9,12 +9,12 @@ import numpy as np
 
 from equipoise.report.markup import Markup, tag
 from equipoise.studies.compare import values_of
-from equipoise.studies.inference import Effect, welch
+from equipoise.studies.inference import LEVEL, Effect, welch
 from equipoise.studies.results import Question, Study
 
 LOW_RATE, HIGH_RATE, PUBLISHED, RAW = "BSR-Net lr 0.04", "BSR-Net lr 0.1", "AGENT as published", "10 % raw gradient"
 PAPER = {20: (0.606, 0.698), 40: (0.626, 0.737)}  # baseline and AGENT, Table 1, standard training, 99 %
-WIDTH, ROW, LEFT, RIGHT = 640, 30, 210, 90  # pixels
+WIDTH, ROW, LEFT, RIGHT = 640, 30, 230, 90  # pixels
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,16 @@ class Waterfall:
     @property
     def end(self) -> float:
         return self.start + sum(step.gain for step in self.steps)
+
+    @property
+    def conclusion(self) -> str:
+        """Say which steps differ from zero (p < 0.05) and which do not."""
+        clear = [step.name for step in self.steps if step.effect is not None and step.effect.p < LEVEL]
+        rest = [step.name for step in self.steps if step.name not in clear]
+        parts = [
+            f"{'; '.join(names)}: {word}" for names, word in ((clear, "p < 0.05"), (rest, "not significant")) if names
+        ]
+        return f"{'. '.join(part[0].upper() + part[1:] for part in parts)}."
 
     @property
     def sentence(self) -> str:
@@ -75,6 +85,11 @@ def waterfall(study: Study, at: int) -> Waterfall | None:
         _between("the correction itself", published, raw),
     ]
     return Waterfall(at, float(np.mean([*high.values()])), tuple(steps))
+
+
+def gaps_of(study: Study | None) -> list[Waterfall]:
+    """Return the splits at all epochs of the paper's table that a study has; empty without a study."""
+    return [gap for at in PAPER if study is not None and (gap := waterfall(study, at)) is not None]
 
 
 def _between(name: str, after: dict[int, float], before: dict[int, float]) -> Step:
