@@ -109,7 +109,7 @@ class Augment:
         return Moves(offsets, flips)
 
     def _parts(self, count: int, height: int, width: int, rng: torch.Generator) -> Tensor:
-        """Draw the part of each image: the first of ten that fits, else the largest centred one (Szegedy et al. 2015)."""
+        """Draw a part of each image: the first of ten that fits, else the largest centred one."""
         drawn = torch.rand(4, count, TRIES, generator=rng, dtype=torch.float32)
         area = height * width * torch.lerp(torch.tensor(self.resized), torch.tensor(1.0), drawn[0])
         ratio = (math.log(4 / 3) * (2 * drawn[1] - 1)).exp()
@@ -128,7 +128,8 @@ def move(images: Tensor, moves: Moves, *, reflect: bool) -> Tensor:
 
     An offset of (1, 0) moves the window one row down. Displacing by up to `pad` equals padding by `pad` and
     cropping at random. Fractions of a pixel are interpolated bilinearly, and pixels outside the image are those of its
-    nearest edge. A part is resized to the image, without pixels from outside the part. The function is pure and does not synchronise with the host, so it can be compiled.
+    nearest edge. A part is resized to the image, without pixels from outside the part. The function is pure and does
+    not synchronise with the host, so it can be compiled.
 
     Args:
         images: [B, C, H, W].
@@ -171,7 +172,7 @@ def _interpolate(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _stretched(index: Tensor, start: Tensor, part: Tensor, size: int) -> Tensor:
-    """Where pixels of the resized part lie in the image, between the centres of the first and last pixel of the part."""
+    """Where the pixels of a resized part lie in the image, between the centres of its first and last pixel."""
     return start + ((index + 0.5) * (part / size) - 0.5).clamp(min=0).minimum(part - 1)
 
 
