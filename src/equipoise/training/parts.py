@@ -111,8 +111,8 @@ def make_parts(
         compile=engine.compiled,
         hooks=False,
     )
-    passes = Passes(recipe, model, train, device, world, engine, flat)
-    gradients = Gradients() if flat is None else FlatGradients(passes, flat, engine)
+    passes = Passes(recipe, model, train, device, world, engine, flat, topology)
+    gradients = Gradients() if flat is None else FlatGradients(passes, flat)
     correction = attach_correction(recipe, model, topology, len(train), gradients)
     ema = EMA(model, recipe.ema, topology, flat, engine.compiled) if recipe.ema else None
     meter = Meter(device, engine.compiled(add_batch))
