@@ -74,7 +74,10 @@ def _explained(gap: Waterfall | None) -> str:
         return "The study `published` is not among these results, so the paper's gains are not explained."
     low, high = PAPER[gap.at]
     theirs = f"{difference('accuracy', high - low)} in epochs {gap.at - 4} to {gap.at}"
-    steps = "; ".join(f"{step.name}, {difference('accuracy', step.gain)}" for step in gap.steps)
+    steps = "; ".join(
+        f"{step.name}, {difference('accuracy', step.gain)}{' (p < 0.05)' if step.is_clear else ''}"
+        for step in gap.steps
+    )
     return f"The paper's gap is {theirs}; from our baseline to the published code these steps lead: {steps}."
 
 

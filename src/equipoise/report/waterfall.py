@@ -31,6 +31,11 @@ class Step:
     gain: float
     effect: Effect | None = None
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether the step differs from zero with p < 0.05."""
+        return self.effect is not None and self.effect.p < LEVEL
+
 
 @dataclass(frozen=True)
 class Waterfall:
@@ -47,8 +52,8 @@ class Waterfall:
     @property
     def conclusion(self) -> str:
         """Say which steps differ from zero (p < 0.05) and which do not."""
-        clear = [step.name for step in self.steps if step.effect is not None and step.effect.p < LEVEL]
-        rest = [step.name for step in self.steps if step.name not in clear]
+        clear = [step.name for step in self.steps if step.is_clear]
+        rest = [step.name for step in self.steps if not step.is_clear]
         parts = [
             f"{'; '.join(names)}: {word}" for names, word in ((clear, "p < 0.05"), (rest, "not significant")) if names
         ]

@@ -106,7 +106,8 @@ def test_the_summary_has_six_sentences_with_the_numbers_of_the_main_settings() -
     assert "early in training: +10.00 points, 95 % CI" in sentences[2]
     assert "(the paper: +9.20 points)" in sentences[2]
     assert "at the end: not tested" in sentences[3]
-    assert "the correction itself, −0.50 points" in sentences[4]
+    assert "scored one step after a raw pass, +4.07 points (p < 0.05); " in sentences[4]
+    assert sentences[4].endswith("the correction itself, −0.50 points.")
     assert "our baseline differs from the paper's by +1.40 points" in sentences[5]
     assert sentences[5].endswith("0 of 6 arms have fewer than 3 runs.")
 
