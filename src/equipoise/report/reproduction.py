@@ -49,7 +49,7 @@ WATERFALL = """Each step changes one thing, from our baseline with the learning 
 published. It is not known which learning rate the paper's baseline had. In the published code AGENT alone has a full
 pass, and so fresh BatchNorm statistics.
 """
-LIMITS = """- Data: AVIF compression of quality 95 changed every image but the digits, so absolute accuracies may differ.
+LIMITS = """- Data: AVIF compression of quality 95 changed every image but the digits; absolute accuracies may differ.
 - Precision: runs on a GPU train in bf16, those of the paper in float32.
 - Robust accuracy: the committed runs of the study `at` attacked the first 1,000 test images; new ones attack all.
 - Schedules: most studies have fewer epochs than the paper; the sections of the appendix say how many."""
