@@ -14,6 +14,7 @@ from equipoise.files import write_whole
 from equipoise.report.charts import Chart, charts_of
 from equipoise.report.html_tables import arms_table, badge_of, claim_item, comparison_table, paper_table, tallies
 from equipoise.report.markup import Markup, embedded_json, join, raw, tag
+from equipoise.report.reproduction import paper_studies
 from equipoise.report.six_claims import JudgedClaim, judge_claims
 from equipoise.report.summary import summary
 from equipoise.report.waterfall import draw, gaps_of
@@ -124,7 +125,8 @@ def _six_claims(studies: Sequence[Study]) -> Markup:
     if all(claim.main.plain.word == "not tested" for claim in judged):
         return Markup("")
     gaps = gaps_of(by_name.get("published"))
-    sentences = [tag("li", sentence) for sentence in summary(studies, judged, next(iter(gaps), None))]
+    about_paper = [by_name[name] for name in paper_studies() if name in by_name]
+    sentences = [tag("li", sentence) for sentence in summary(about_paper, judged, next(iter(gaps), None))]
     items = [
         tag(
             "li",

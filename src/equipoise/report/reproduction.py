@@ -113,10 +113,7 @@ def write_page(results: Path, page: Path) -> list[str]:
             raise UserError(f"{results} holds the study {study.name} twice; remove one of the folders")
         found[study.name] = study
     items = paper_items()
-    named = [name for item in items for name in item.studies]
-    named += [name for claim in paper_claims() for setting in claim.settings for name, _, _ in setting.sources]
-    names = dict.fromkeys([*named, *(name for name, _ in CALIBRATION)])
-    studies = {name: with_results(read_design(name), found.get(name), problems) for name in names}
+    studies = {name: with_results(read_design(name), found.get(name), problems) for name in paper_studies()}
     page.parent.mkdir(parents=True, exist_ok=True)
     gaps = gaps_of(studies.get("published"))
     for gap in gaps:
@@ -127,6 +124,13 @@ def write_page(results: Path, page: Path) -> list[str]:
 
 def _figure(gap: Waterfall) -> str:
     return f"waterfall-{gap.at}.svg"
+
+
+def paper_studies() -> list[str]:
+    """Return the names of the studies about the paper."""
+    named = [name for item in paper_items() for name in item.studies]
+    named += [name for claim in paper_claims() for setting in claim.settings for name, _, _ in setting.sources]
+    return [*dict.fromkeys([*named, *(name for name, _ in CALIBRATION)])]
 
 
 def paper_items() -> list[Item]:
