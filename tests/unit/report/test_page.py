@@ -93,7 +93,7 @@ def test_a_page_of_the_papers_studies_opens_with_the_summary_and_the_six_claims(
     assert len(sentences) == 6
     assert sentences[0].startswith(
         "Tried: 4 runs of 1 study on tiny pictures"
-    )  # the other study is not about the paper
+    )  # without the other study
     assert any("tiny pictures · fewer than 3 runs of an arm" in words for words in page.all("p"))
     assert all(caption.endswith("· tiny pictures") for caption in page.all("figcaption"))
 
