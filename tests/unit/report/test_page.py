@@ -91,9 +91,7 @@ def test_a_page_of_the_papers_studies_opens_with_the_summary_and_the_six_claims(
     assert text.index('id="six-claims"') < text.index("<nav") < text.index('id="study-0"')
     sentences = re.findall("<li>(.*?)</li>", text.partition('class="summary"')[2].partition("</ul>")[0])
     assert len(sentences) == 6
-    assert sentences[0].startswith(
-        "Tried: 4 runs of 1 study on tiny pictures"
-    )  # without the other study
+    assert sentences[0].startswith("Tried: 4 runs of 1 study on tiny pictures")  # without the other study
     assert any("tiny pictures · fewer than 3 runs of an arm" in words for words in page.all("p"))
     assert all(caption.endswith("· tiny pictures") for caption in page.all("figcaption"))
 
