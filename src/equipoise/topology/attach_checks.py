@@ -181,7 +181,10 @@ def _check_memory(topology: Topology, memory: Mapping[str, Tensor]) -> None:
     for layer in topology.layers:
         if layer.name not in memory:
             continue
-        fitting = [(layer.size,), tuple(layer.mask().shape)]
+        shape = tuple(layer.mask().shape)
+        fitting: list[tuple[int, ...]] = [(layer.size,), shape]
+        if isinstance(topology.algorithm, Hydra):
+            fitting = [(2, *shape)]  # frozen weights and scores
         if layer.memory is not None:
             fitting = [tuple(layer.whole(layer.memory).shape)]
         if (there := tuple(memory[layer.name].shape)) not in fitting:

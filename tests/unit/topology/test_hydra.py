@@ -138,6 +138,17 @@ def test_a_resumed_run_and_a_copy_are_the_same_to_the_bit(optimizer: Any, at: in
     assert "weight" not in whole[2].state_dict()["memory"]  # two dense tensors that are no longer needed
 
 
+def test_scores_of_another_shape_are_refused() -> None:
+    made = make()
+    train(made, DENSE + 4)
+    state = made[2].state_dict()
+    state["memory"] = {"weight": state["memory"]["weight"][0]}
+    with pytest.raises(
+        UserError, match=r'the state of Hydra for "weight" has the shape \(6, 8\) instead of \(2, 6, 8\)'
+    ):
+        make()[2].load_state_dict(state)
+
+
 def test_averages_follow_the_masks() -> None:
     made = make()
     ema = eq.EMA(made[0], topology=made[2])
