@@ -117,7 +117,7 @@ def write_page(results: Path, page: Path) -> list[str]:
     page.parent.mkdir(parents=True, exist_ok=True)
     gaps = gaps_of(studies.get("published"))
     for gap in gaps:
-        write_whole(page.parent / _figure(gap), str(draw(gap)).encode())
+        write_whole(page.parent / _figure(gap), str(draw(gap, background="#ffffff")).encode())
     write_whole(page, ("\n".join(_page_lines(items, studies, gaps)) + "\n").encode())
     return problems
 
@@ -178,7 +178,7 @@ def with_results(design: Design, found: Study | None, problems: list[str]) -> St
 def _page_lines(items: Sequence[Item], studies: Mapping[str, Study], gaps: Sequence[Waterfall]) -> Iterator[str]:
     judged = judge_claims(studies)
     yield HEAD
-    yield "> **Summary**"
+    yield "> **Summary**\n>"
     yield from (f"> - {sentence}" for sentence in summary([*studies.values()], judged, next(iter(gaps), None)))
     yield f"\n## Six claims\n\n{WORDS}"
     rows = [
