@@ -202,10 +202,12 @@ class PackedLayer(nn.Module):
     def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
         if isinstance(x, Blocked):
             return self._run_dense(x, border) if self.dense_in_blocks else self._run_blocked(x, border)
-        if not library.available() or self.dense_alone(len(x) if x.dim() else 1):
+        # an exported program takes batches of any size
+        images = LANES if torch.compiler.is_exporting() or not x.dim() else x.shape[0]
+        if not library.available() or self.dense_alone(images):
             return self.dense_forward(x)
         self._check(x)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or type(x) is not Tensor:  # such as tensors without memory
             return self._run_plain(as_float32(x))
         return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER))
 
