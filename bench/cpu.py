@@ -11,7 +11,8 @@ bench/results/cpu.json, from which tables and charts are made.
 
 Sections: vgg_c and resnet18 (training step, batch 128), inference (VGG-C, frozen, batch 128 and 1, with onnxruntime if
 it is installed), transformers (forward and backward pass, batch 4), epoch (SET with AGENT against dense SGD at 99 %),
-sparseprop (if it is installed), size (memory and file at 99 %), models (several networks against their dense forms).
+sparseprop (if it is installed), models (networks at sparsities at which packing may not pay), layers (convolutions, to
+fit `equipoise.storage.layer_cost`), size (memory and file at 99 %).
 On a shared machine, `--threads 1 --cpu-time` counts the time of this process only.
 """
 
@@ -319,6 +320,19 @@ def model_cases(options: Options) -> Iterator[Case]:
         yield case(f"{name}, training step, batch 16", model, torch.rand(16, 3, size, size), training_step, own)
 
 
+def layer_cases(options: Options) -> Iterator[Case]:
+    """Four equal convolutions in a row, by channels, kernel, size of the map and groups."""
+    eager = [form for form in options.dense if form.precision == "float32" and form.mode == "eager"]
+    for channels, kernel, size, groups in (
+        (64, 3, 32, 1), (256, 3, 8, 1), (512, 3, 4, 1), (64, 1, 16, 1), (256, 1, 8, 1), (512, 1, 8, 1),
+        (128, 3, 16, 8), (128, 3, 16, 128), (128, 7, 8, 128),
+    ):  # fmt: skip
+        convs = [nn.Conv2d(channels, channels, kernel, padding=kernel // 2, groups=groups) for _ in range(4)]
+        name = f"{channels} channels, kernel {kernel}, map {size}x{size}, {groups} groups, batch 32"
+        x = torch.randn(32, channels, size, size, requires_grad=True)
+        yield case(name, nn.Sequential(*convs), x, forward_backward, Options(options.sparsities, eager))
+
+
 SECTIONS: dict[str, Callable[[Options], Iterator[Case]]] = {
     "vgg_c": step_of("vgg_c"),
     "resnet18": step_of("resnet18"),
@@ -327,6 +341,7 @@ SECTIONS: dict[str, Callable[[Options], Iterator[Case]]] = {
     "epoch": epoch_cases,
     "sparseprop": sparseprop_cases,
     "models": model_cases,
+    "layers": layer_cases,
 }
 
 
@@ -465,8 +480,9 @@ def main() -> None:
     for section in given.sections or ([] if given.write else names):
         torch.manual_seed(0)
         if section == "size":
-            save(section, about(given.cpu_time), sizes())
-            print(size_table(sizes()), flush=True)
+            found_sizes = sizes()
+            save(section, about(given.cpu_time), found_sizes)
+            print(size_table(found_sizes) + "\n", flush=True)
             continue
         measured = []
         for found in SECTIONS[section](Options(given.sparsity, dense)):

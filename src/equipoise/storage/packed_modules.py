@@ -415,10 +415,15 @@ def packed(
     for name in ATTRIBUTES:
         if hasattr(layer, name):
             setattr(new, name, getattr(layer, name))
+    keep_frozen(new, layer)
+    return new
+
+
+def keep_frozen(new: PackedLayer, layer: nn.Module) -> None:
+    """Freeze the parameters of a packed layer that are frozen in the original."""
     new.values.requires_grad_(cast(Tensor, layer.weight).requires_grad)
     if new.bias is not None:
         new.bias.requires_grad_(cast(Tensor, layer.bias).requires_grad)
-    return new
 
 
 def _packed(layer: nn.Linear | nn.Conv2d, mask: Tensor, final: int | None, memory: Tensor | None) -> PackedLayer:

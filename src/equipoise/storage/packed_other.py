@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from equipoise.kernels.geometry import ConvShape
-from equipoise.storage.packed_modules import PackedLayer
+from equipoise.storage.packed_modules import PackedLayer, keep_frozen
 
 
 class PackedOther(PackedLayer):
@@ -27,6 +27,7 @@ class PackedOther(PackedLayer):
         weight = cast(Tensor, layer.weight)
         shape = ConvShape(weight.shape[0], weight[0].numel())
         super().__init__(shape, weight, cast("Tensor | None", getattr(layer, "bias", None)), mask, final, memory)
+        keep_frozen(self, layer)
         self.reason = reason
         self._hidden = (_copy(layer, {}),)  # in a tuple: it is no submodule
 

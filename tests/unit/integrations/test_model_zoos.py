@@ -131,6 +131,17 @@ def test_gpt2(hf: Any) -> None:
         assert int(mask.sum()) == pytest.approx(budget * sums[name] / sum(sums.values()), abs=1)
 
 
+def test_gpt2_is_packed_with_dense_kernels(hf: Any) -> None:
+    torch.manual_seed(0)
+    model, tokens = hf.gpt2().eval(), torch.randint(20, (4, 6))
+    with pytest.warns(UserWarning, match=r"dense weights: .*no sparse kernel computes a Conv1D.* and \d+ more"):
+        mine = eq.sparse.pack(model, eq.SET(sparsity=0.5))
+    state, masks = eq.sparse.unpack(mine)
+    assert masks.keys() == select(model).keys()
+    model.load_state_dict(state)
+    torch.testing.assert_close(mine(tokens).logits, model(tokens).logits)
+
+
 def test_flops_of_gpt2(hf: Any) -> None:
     model, tokens = hf.gpt2(), torch.randint(20, (1, 6))
     sizes = [16 * 48, 16 * 16, 16 * 64, 64 * 16]  # attention, its output, and the two layers of the MLP

@@ -73,6 +73,14 @@ def test_a_layer_without_a_kernel_trains_like_the_masked_one(
     assert type(layer).__name__ in str(why_not(model, SET(sparsity=0.5)))  # a recipe uses masked storage
 
 
+def test_frozen_parameters_stay_frozen() -> None:
+    model = nn.Sequential(nn.Conv3d(2, 3, 2))
+    model.get_parameter("0.weight").requires_grad_(False)
+    with pytest.warns(UserWarning, match="dense weights"):
+        mine = pack(model, {"0.weight": torch.ones(3, 2, 2, 2, 2).bool()})
+    assert {name: p.requires_grad for name, p in mine.named_parameters()} == {"0.values": False, "0.bias": True}
+
+
 def test_threads_may_call_the_same_layer() -> None:
     model = nn.Sequential(nn.Conv3d(2, 3, 2))
     with warnings.catch_warnings():
