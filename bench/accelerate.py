@@ -1,20 +1,18 @@
 """Ablations of the fast recipe and of its stability: many short runs in few processes, one line for each.
 
-    PYTHONPATH=src python3 bench/accelerate.py GROUP --data FOLDER --out FILE [--seeds 0 1 2] [--jobs 3] [--limit 480]
+    PYTHONPATH=src python3 bench/accelerate.py GROUP... --data FOLDER --out FILE [--seeds 0 1] [--jobs 3] [--limit 480]
 
-GROUP is one of the groups of arms below. All arms run with the first seed before the second begins, so that a run that
-is cut off still compares all arms. Every result is appended to FILE at once, and what FILE holds is not run again.
+A GROUP is one of the groups of arms below. All arms run with the first seed before the second begins, so that a run
+that is cut off still compares all arms. Every result is appended to FILE at once, and what FILE holds is not run again.
 Models are scored after the last epoch only. `--jobs` processes share the device and hide each other's compiling, so the
-seconds here are no measurements of speed.
+seconds here are no measurements of speed. bench/accelerate_tables.py prints the tables of committed results.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import json
-import statistics
 import time
 import warnings
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -25,8 +23,11 @@ from typing import Any
 
 import torch
 from torch import multiprocessing, nn
+from torch.nn import functional as F
 
+from accelerate_tables import read, table
 from equipoise.analysis.units import Units, count_units
+from equipoise.data.augment import Augment, Moves
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology import ALGORITHMS, GraNet
 from equipoise.topology.distribution import DENSITY_RULES, er, erk
@@ -42,7 +43,14 @@ RIGL: ARM = ["topology.name=rigl-fast"]
 SET: ARM = ["topology.name=set-fast"]
 FIXED: ARM = ["topology.min_fan_in=1"]
 LOOSE: ARM = ["topology.min_fan_in=0"]
-SCALED: ARM = ["rescale"]  # initial weights multiplied by 1/√density
+SCALED: ARM = ["rescale"]
+GRADIENT: ARM = [
+    "correction=agent",
+    "correction.gamma=1",
+    "correction.coefficient=gradient",
+    "correction.mode=running",
+]
+PAYS: ARM = ["correction.when=pays"]
 
 
 # Variants that are measured here before they become options
@@ -89,6 +97,40 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
             group["lr"] = rate
 
 
+class AlternatingFlips(Augment):
+    """Every image is flipped in every second epoch; chance decides in which (Jordan 2024, airbench)."""
+
+    def draw(self, count: int, height: int, width: int, seed: int, epoch: int) -> Moves:
+        first = super().draw(count, height, width, seed, 0).flips
+        return Moves(super().draw(count, height, width, seed, epoch).offsets, first ^ bool(epoch % 2))
+
+
+def alternate(trainer: Trainer) -> None:
+    loader = trainer.parts.train
+    loader.augment = AlternatingFlips(**vars(loader.augment))  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def whiten(trainer: Trainer) -> None:
+    """Set filters of the first layer to the principal components of image patches and their negatives."""
+    model = trainer.parts.model
+    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    x, _ = trainer.parts.loaders["train"].batch(0, 0)
+    patches = F.unfold(model.normalize(x), first.kernel_size).transpose(1, 2).flatten(0, 1)  # type: ignore[operator]
+    directions = torch.linalg.eigh(patches.T.cov()).eigenvectors.T  # unit vectors
+    both = torch.cat([directions, -directions])[: len(first.weight)]
+    scale = first.weight.flatten(1).norm(dim=1).mean()
+    first.weight[: len(both)] = (scale * both).view(-1, *first.weight.shape[1:])
+
+
+@torch.no_grad()
+def rescale(trainer: Trainer) -> None:
+    """Multiply initial weights by 1/√density."""
+    for layer in trainer.parts.topology.layers:
+        layer.parameter.mul_((layer.size / layer.active) ** 0.5)
+
+
+CHANGES = {"alternate": alternate, "whiten": whiten, "rescale": rescale}  # of a trainer before its first step
 step.set_learning_rate = set_learning_rate  # type: ignore[attr-defined]
 OPTIMIZERS["sgdnorm"] = SGDNorm
 ALGORITHMS["granetpower"] = GraNetPower
@@ -131,43 +173,89 @@ GROUPS: dict[str, tuple[str, dict[str, ARM]]] = {
             "GraNet, rescaled": [*LOOSE, *SCALED],
         },
     ),
-    # Ingredients of the fast recipe, the decisive ones first.
+    # What each ingredient of the fast recipe contributes: the recipe without it.
     "ablation": (
         "vgg_c-fast",
         {
             "fast": [],
-            "start 50 %": ["topology.initial_sparsity=0.5"],
+            "ERK instead of ER": ["topology.distribution=erk"],
+            "no warm-up": ["schedule.warmup=0"],
+            "piecewise instead of cosine": ["schedule.name=piecewise", "schedule.warmup=0.1667"],
+            "RigL instead of GraNet": RIGL,
+            "SET instead of GraNet": SET,
+            "no minimum fan-in": LOOSE,
+            "no exchange of weights": ["topology.drop_fraction=0"],
+            "SET-ITOP as published": ["recipe=vgg_c-set-itop"],
+            "dense": ["topology=dense"],
+        },
+    ),
+    # What could be added to it, the most plausible first.
+    "options": (
+        "vgg_c-fast",
+        {
+            "warm-up 2 epochs": ["schedule.warmup=2"],
+            "weight decay 1e-3": ["optimizer.weight_decay=1e-3"],
+            "alternating flips": ["alternate"],
+            "BatchNorm bias lr x 4": ["optimizer.name=sgdnorm", "optimizer.factor=4"],
+            "BatchNorm bias lr x 16": ["optimizer.name=sgdnorm", "optimizer.factor=16"],
+            "principal components first": ["topology.dense_first=true", "whiten"],
+            "dense first": ["topology.dense_first=true"],
+            "dense last": ["topology.dense_last=true"],
             "start 80 %": ["topology.initial_sparsity=0.8"],
             "start 95 %": ["topology.initial_sparsity=0.95"],
             "start dense": ["topology.initial_sparsity=0"],
-            "ERK": ["topology.distribution=erk"],
+            "lr 0.2": ["optimizer.lr=0.2"],
+            "until 90 %": ["topology.until=0.9"],
+            "curve of power 6": ["topology.name=granetpower-fast", "topology.power=6"],
+            "linear curve": ["topology.name=granetpower-fast", "topology.power=1"],
+            "momentum 0.95": ["optimizer.momentum=0.95"],
+            "no Nesterov": ["optimizer.nesterov=false"],
+            "warm-up 1/4": ["schedule.warmup=0.25"],
             "ER and ERK": ["topology.distribution=er-erk"],
             "ER and uniform": ["topology.distribution=er-uniform"],
-            "weight decay 1e-3": ["optimizer.weight_decay=1e-3"],
-            "weight decay 2e-3": ["optimizer.weight_decay=2e-3"],
-            "lr 0.2": ["optimizer.lr=0.2"],
-            "lr 0.05": ["optimizer.lr=0.05"],
-            "warm-up 1/12": ["schedule.warmup=0.083"],
-            "warm-up 1/4": ["schedule.warmup=0.25"],
             "every 1 %": ["topology.every=0.01"],
             "every 4 %": ["topology.every=0.04"],
-            "until 50 %": ["topology.until=0.5"],
-            "until 90 %": ["topology.until=0.9"],
             "drop 0.2": ["topology.drop_fraction=0.2"],
-            "drop 0": ["topology.drop_fraction=0"],
-            "linear curve": ["topology.name=granetpower-fast", "topology.power=1"],
-            "curve of power 6": ["topology.name=granetpower-fast", "topology.power=6"],
-            "BatchNorm bias lr x 4": ["optimizer.name=sgdnorm", "optimizer.factor=4"],
-            "BatchNorm bias lr x 32": ["optimizer.name=sgdnorm", "optimizer.factor=32"],
             "EMA 0.99": ["ema=0.99"],
             "EMA 0.998": ["ema=0.998"],
             "batch 64": ["data.batch=64"],
             "no decay of biases and norms": ["optimizer.decay_all=false"],
-            "momentum 0.95": ["optimizer.momentum=0.95"],
-            "no Nesterov": ["optimizer.nesterov=false"],
-            "dense last": ["topology.dense_last=true"],
-            "dense first": ["topology.dense_first=true"],
-            "label smoothing 0.1": ["objective.label_smoothing=0.1"],
+        },
+    ),
+    # Does a correction earn its cost? The passes of no arm cost more than 12 epochs without correction. The shorter
+    # runs without it tell what the same number of epochs reaches.
+    "correction": (
+        "vgg_c-fast",
+        {
+            **{f"no correction, {epochs} epochs": [f"epochs={epochs}"] for epochs in (12, 10, 6)},
+            "AGENT, 6 epochs": ["correction=agent", "correction.mode=running", "epochs=6"],
+            "gradient coefficient, 6 epochs": [*GRADIENT, "epochs=6"],
+            "gradient coefficient in the last 2 of 10 epochs": [*GRADIENT, "correction.from_epoch=8", "epochs=10"],
+            "gradient coefficient if it pays, 10 epochs": [*GRADIENT, *PAYS, "epochs=10"],
+            "gradient coefficient if it pays, 98 steps each, 10 epochs": [
+                *[*GRADIENT, *PAYS],
+                *["correction.every=98", "correction.probe=4", "epochs=10"],
+            ],
+        },
+    ),
+    # How few epochs reach 80 and 85 %, to choose what bench/cpu_accuracy.py trains: steps of fewer weights are faster.
+    "short": (
+        "vgg_c-fast",
+        {
+            **{f"dense, {epochs} epochs": ["topology=dense", f"epochs={epochs}"] for epochs in (2, 3, 4, 5)},
+            **{
+                f"dense, lr 0.05, {epochs} epochs": ["topology=dense", "optimizer.lr=0.05", f"epochs={epochs}"]
+                for epochs in (2, 3, 4)
+            },
+            **{
+                f"{start} to {end} %, {epochs} epochs": [
+                    f"topology.initial_sparsity={start / 100}",
+                    f"topology.sparsity={end / 100}",
+                    f"epochs={epochs}",
+                ]
+                for start, end, budgets in ((95, 99, (5, 6, 8)), (97, 99, (6, 8)), (95, 98, (4, 5, 6)))
+                for epochs in budgets
+            },
         },
     ),
     # What a budget buys, next to the references; with `--set topology.sparsity=0.95` at other sparsities.
@@ -187,6 +275,7 @@ class Scored(Trainer):
     """A trainer that scores the model at the end only, counts dead units on its way and may revive them."""
 
     units: list[tuple[int, dict[str, Units]]]
+    counts_units = False
     revives = False
 
     def evaluate(self, split: str | None = None) -> dict[str, Score]:
@@ -197,7 +286,7 @@ class Scored(Trainer):
         self.units = []
         for epoch in range(1, self.recipe.epochs + 1):
             self.run_epoch()
-            if epoch in UNITS_AFTER and self.parts.topology.storage == "masked":
+            if self.counts_units and epoch in UNITS_AFTER and self.parts.topology.storage == "masked":
                 batches = [self.parts.train.batch(0, k) for k in range(UNITS_ON)]
                 self.units.append((epoch, count_units(self.parts.model, self.parts.topology, batches)))
             if self.revives and epoch <= self.recipe.epochs * 0.7:
@@ -208,6 +297,7 @@ class Scored(Trainer):
             "losses": [round(each["train_loss"], 4) for each in self.history],
             "density": line["density"],
             "exploration": line["exploration"],
+            "passes": line["passes"],
             "seconds": self.seconds,
             "startup_seconds": self.startup_seconds,
             "units": [
@@ -246,23 +336,24 @@ def revive(trainer: Scored) -> None:
             layer.weight[~alive] = 1.0
 
 
-def run(job: tuple[str, str, int, ARM]) -> dict[str, Any]:
+def run(job: tuple[str, str, int, ARM, str]) -> dict[str, Any]:
     """Run an arm with a seed."""
-    group, arm, seed, extra = job
+    group, arm, seed, extra, root = job
     recipe, arms = GROUPS[group]
-    words = [*arms[arm], *extra, f"seed={seed}"]
+    words = [*extra, *arms[arm], f"seed={seed}"]  # what an arm sets counts more than what is set for all
     for word in arms[arm]:
         recipe = word.removeprefix("recipe=") if word.startswith("recipe=") else recipe
-    overrides = [word for word in words if word not in ("revive", "rescale") and not word.startswith("recipe=")]
+    overrides = [w for w in words if w != "revive" and w not in CHANGES and not w.startswith("recipe=")]
     torch._dynamo.reset()
     gc.collect()
     started = time.perf_counter()
     result: dict[str, Any] = {"group": group, "arm": arm, "seed": seed, "recipe": recipe, "overrides": overrides}
     try:
-        trainer = Scored(make_recipe(apply_overrides(read_recipe(recipe), overrides)))
+        trainer = Scored(make_recipe(apply_overrides(read_recipe(recipe), [*overrides, f"data.root={root}"])))
+        trainer.counts_units = group in ("stability", "remedies")
         trainer.revives = "revive" in words
-        for layer in trainer.parts.topology.layers if "rescale" in words else ():
-            layer.parameter.detach().mul_((layer.size / layer.active) ** 0.5)
+        for change in (CHANGES[word] for word in words if word in CHANGES):
+            change(trainer)
         result |= trainer.run_arm()
     except Exception as error:  # the other arms go on
         result["error"] = f"{type(error).__name__}: {error}"[:300]
@@ -272,7 +363,15 @@ def run(job: tuple[str, str, int, ARM]) -> dict[str, Any]:
 def begin_worker() -> None:
     torch.set_num_threads(4)
     warnings.simplefilter("ignore")
-    parts.load = functools.cache(parts.load)  # type: ignore[attr-defined]
+    load, seen = parts.load, {}  # type: ignore[attr-defined,var-annotated]
+
+    def load_once(name: str, root: str, validation: int, seed: int, options: Any) -> Any:
+        key = repr((name, root, validation, seed if validation else None, options))
+        if key not in seen:
+            seen[key] = load(name, root, validation, seed, options)
+        return seen[key]
+
+    parts.load = load_once  # type: ignore[attr-defined]
 
 
 def shown(result: dict[str, Any]) -> str:
@@ -290,49 +389,36 @@ def shown(result: dict[str, Any]) -> str:
     return f"{head}  {scores}  {result['wall']:.0f} s  {units}"
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Mean, standard deviation, worst and number of runs of each arm, in points."""
-    lines = ["| arm | plain | bn_recalibrated | ema | worst plain | runs |", "|---|---|---|---|---|---|"]
-    for arm in dict.fromkeys(result["arm"] for result in results):
-        found = [r["scores"] for r in results if r["arm"] == arm and "scores" in r]
-        if not found:
-            continue
-
-        def cell(name: str, found: list[dict[str, float]] = found) -> str:
-            values = [scores[name] for scores in found if name in scores]
-            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-            return f"{statistics.mean(values):.2f}{spread}" if values else ""
-
-        cells = [cell(name) for name in ("plain", "bn_recalibrated", "ema")]
-        lines.append(f"| {arm} | {' | '.join(cells)} | {min(s['plain'] for s in found):.2f} | {len(found)} |")
-    return "\n".join(lines)
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("group", choices=list(GROUPS))
+    parser.add_argument("groups", choices=list(GROUPS), nargs="+", metavar="GROUP")
     parser.add_argument("--data", default="data")
     parser.add_argument("--out", type=Path, required=True, help="file of results, one JSON object a line")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--limit", type=float, default=480, help="seconds after which no arm is begun")
     parser.add_argument("--only", nargs="*", default=[], help="arms with one of these names")
+    parser.add_argument("--first", type=int, help="only this number of arms of each group")
     parser.add_argument("--set", nargs="*", default=[], help="overrides for every arm, such as model=resnet18")
     arguments = parser.parse_args()
-    started = time.perf_counter()
     key = " ".join(arguments.set)
+    run_all(arguments, key)
+    for group in arguments.groups:
+        mine = [r for r in read(arguments.out) if r["group"] == group and r["set"] == key]
+        print(f"\n{group}\n\n{table(mine)}")
+
+
+def run_all(arguments: argparse.Namespace, key: str) -> None:
+    """Run the arms that have no result yet, until the time is up."""
+    started = time.perf_counter()
     done = {(r["group"], r["arm"], r["seed"], r["set"]) for r in read(arguments.out) if "error" not in r}
-    extra = [f"data.root={arguments.data}", "checkpoint.best=false", *arguments.set]
-    arms = [arm for arm in GROUPS[arguments.group][1] if not arguments.only or arm in arguments.only]
+    extra = ["checkpoint.best=false", *arguments.set]
     jobs = [
-        (arguments.group, arm, seed, extra)
+        (group, arm, seed, extra, arguments.data)
         for seed in arguments.seeds
-        for arm in arms
-        if (arguments.group, arm, seed, key) not in done
+        for group in arguments.groups
+        for arm in [*GROUPS[group][1]][: arguments.first]
+        if (not arguments.only or arm in arguments.only) and (group, arm, seed, key) not in done
     ]
     print(f"{len(jobs)} runs", flush=True)
     walls: list[float] = [20.0]
@@ -348,8 +434,6 @@ def main() -> None:
             if not running:
                 break
             time.sleep(0.05)
-    mine = [r for r in read(arguments.out) if r["group"] == arguments.group and r["set"] == key]
-    print(table(mine))
     print(f"{time.perf_counter() - started:.0f} s")
 
 

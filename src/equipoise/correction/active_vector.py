@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from equipoise.checks import require_whole
 from equipoise.errors import UserError
 from equipoise.storage.sparse_weight import SparseWeight
 
@@ -145,9 +146,23 @@ class ActiveVector:
         saved, here = len(state["indices"]), len(self.parameters)
         if saved != here:
             raise UserError(f"the state has {saved} trainable parameters and the model has {here}")
+        if not set(state["used"]) <= set(range(here)):
+            raise UserError(f"the state names parameters other than 0 to {here - 1} as used")
+        require_whole(0, made_at=state["made_at"])
         self.used = set(state["used"])
         indices = [None if index is None else index.to(self.device) for index in state["indices"]]
+        for index, parameter, layer in zip(indices, self.parameters, self._layers, strict=True):
+            _check_indices(index, parameter.numel() if layer is None else layer.size)
         self._set_indices(indices, state["made_at"])
+
+
+def _check_indices(index: Tensor | None, size: int) -> None:
+    """Refuse saved indices that are not ascending, or not in the weight."""
+    if index is None or not len(index):
+        return
+    whole = index.dtype in (torch.int32, torch.int64) and index.dim() == 1
+    if not whole or index[0] < 0 or index[-1] >= size or (index.diff() <= 0).any():
+        raise UserError(f"the state has indices that are not ascending numbers from 0 to {size - 1}")
 
 
 def _active_indices(layer: SparseWeight) -> Tensor:

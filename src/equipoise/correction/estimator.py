@@ -47,7 +47,8 @@ class Estimator:
         step_fraction: Fraction of the steps that are corrected.
         every: Steps between refreshes; 0 refreshes once per epoch.
         from_epoch: First epoch that is corrected.
-        when: `always`, or `pays` to correct only the epochs in which variance left x cost is below 1.
+        when: `always`, or `pays` to correct only the epochs in which variance left x cost is below 1. With
+            `running` and `every`, √(variance left x cost) + 1/√every must be below 1.
         probe: Batches on which `pays` measures the variance left at each refresh.
         table: Storage of the gradients that `replay` and SAGA keep: as computed (`float32`) or in `bf16`.
 

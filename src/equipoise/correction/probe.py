@@ -16,15 +16,24 @@ from equipoise.correction.snapshot import RandomState
 
 
 class Decision(NamedTuple):
-    """Correct the coming epoch if variance left x cost < 1: then it beats a larger batch of the same cost."""
+    """Correct until the next refresh if √(variance left x cost) + 1/√m < 1.
+
+    The first term is the error of a corrected gradient relative to that of a larger batch of the same cost. The second
+    is the error of g̃ if it is the running mean of the few old gradients between two refreshes; otherwise it is 0.
+
+    Attributes:
+        steps: m, the number of steps between refreshes; 0 if g̃ is of a whole epoch.
+    """
 
     variance_left: float
     cost: float
     weight: float
+    steps: int = 0
 
     @property
     def corrects(self) -> bool:
-        return self.variance_left * self.cost < 1
+        error_of_mean = self.steps**-0.5 if self.steps else 0.0
+        return max(self.variance_left * self.cost, 0.0) ** 0.5 + error_of_mean < 1
 
     def report(self) -> dict[str, float]:
         return {"pays": float(self.corrects), "probe_variance_left": self.variance_left, "probe_weight": self.weight}
@@ -67,7 +76,8 @@ def decide(
     change = weight * weight * old_variance - 2 * weight * covariance
     left = 1.0 if new_variance == 0 else 1 + change / new_variance
     # Steps that are not corrected keep all of their variance.
-    return Decision(1 - estimator.step_fraction * (1 - left), cost, weight)
+    steps = estimator.every if estimator.mode == "running" else 0
+    return Decision(1 - estimator.step_fraction * (1 - left), cost, weight, steps)
 
 
 def _moments(gradients: Tensor) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,20 @@ def hide_inactive(tensor: Tensor, activity: Tensor) -> None:
     rows = max(1, CHUNK * len(bits) // max(1, bits.numel()))
     for part, codes in zip(bits.split(rows), activity.split(rows), strict=True):
         part.bitwise_and_(codes.clamp(max=0).to(tensor.device))
+
+
+def copy_active(targets: Sequence[Tensor], values: Sequence[Tensor], activities: Sequence[Tensor | None]) -> None:
+    """Copy tensors; inactive elements of the targets become exactly zero.
+
+    Args:
+        targets: Where to write.
+        values: What to write.
+        activities: The activity of each target; `None` if all its elements are active.
+    """
+    for target, value, activity in zip(targets, values, activities, strict=True):
+        target.copy_(value)
+        if activity is not None:
+            hide_inactive(target, activity)
 
 
 class MaskedWeight(SparseWeight):

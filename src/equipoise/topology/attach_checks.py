@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import UserError
@@ -167,7 +167,21 @@ def check_state(topology: Topology, state: Mapping[str, Any]) -> dict[str, int]:
     counts = {layer.name: layer.check_state(state["layers"][layer.name]) for layer in topology.layers}
     if _keeps_counts(topology):
         _check_counts(topology, counts)
+    _check_memory(topology, state["memory"])
     return counts
+
+
+def _check_memory(topology: Topology, memory: Mapping[str, Tensor]) -> None:
+    """Refuse what an algorithm has kept for a weight of another shape."""
+    for layer in topology.layers:
+        if layer.name not in memory:
+            continue
+        fitting = [(layer.size,), tuple(layer.mask().shape)]
+        if layer.memory is not None:
+            fitting = [tuple(layer.whole(layer.memory).shape)]
+        if (there := tuple(memory[layer.name].shape)) not in fitting:
+            kind = type(topology.algorithm).__name__
+            raise UserError(f'the state of {kind} for "{layer.name}" has the shape {there} instead of {fitting[0]}')
 
 
 def _keeps_counts(topology: Topology) -> bool:

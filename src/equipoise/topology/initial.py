@@ -151,6 +151,7 @@ def warn_about_lost(algorithm: Algorithm, plan: Sequence[Planned], stacklevel: i
 
 def _each_unit_first(order: Tensor, units: int, count: int) -> Tensor:
     """Move the first `count` indices of every unit to the front of a permutation."""
-    by_unit = torch.argsort(order // (len(order) // units), stable=True).view(units, -1)
-    first = torch.zeros(len(order), dtype=torch.bool).index_fill_(0, by_unit[:, :count].reshape(-1), True)
+    positions = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))  # of each index in `order`
+    earliest = positions.view(units, -1).topk(count, largest=False).values
+    first = torch.zeros(len(order), dtype=torch.bool).index_fill_(0, earliest.reshape(-1), True)
     return torch.cat([order[first], order[~first]])

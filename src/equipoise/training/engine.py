@@ -22,8 +22,13 @@ class Engine:
 
     captures = False
 
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled if the engine compiles."""
+    def compiled(self, function: Callable[..., Any], combine: bool = False) -> Callable[..., Any]:
+        """The function, compiled if the engine compiles.
+
+        Args:
+            function: A function of tensors.
+            combine: Whether to run independent operations of the function in one kernel.
+        """
         return function
 
     def run(self, key: Hashable | None, function: Callable[[], None]) -> None:
@@ -83,10 +88,10 @@ class CudaEngine(Engine):
         self._stream = torch.cuda.Stream(device) if capture else None
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(self, function: Callable[..., Any], combine: bool = False) -> Callable[..., Any]:
         if not self._compiles:
             return function
-        fast = torch.compile(function, dynamic=False)
+        fast = torch.compile(function, dynamic=False, options={"combo_kernels": True} if combine else None)
         if isinstance(function, nn.Module):
             return fast  # a module that is compiled is a module
         return lambda *arguments: (fast if self._compiles else function)(*arguments)
@@ -141,7 +146,8 @@ class CudaEngine(Engine):
     def _recorded(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
-            graph.register_generator_state(generator)
+            # torch refuses a subclass of Generator here; this is a plain one that shares its state
+            graph.register_generator_state(generator.graphsafe_get_state())
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode):
             function()
         return graph

@@ -12,7 +12,6 @@ from equipoise.correction.active_vector import ActiveVector
 from equipoise.correction.gradients import Gradients
 from equipoise.storage.flat import FlatParameters
 from equipoise.topology import Topology
-from equipoise.training.engine import Engine
 from equipoise.training.passes import Passes
 from equipoise.world import World
 
@@ -51,11 +50,10 @@ class FlatGradients(Gradients):
     Args:
         passes: Runs the model.
         flat: The layout of parameters and gradients.
-        engine: Runs what follows a pass.
     """
 
-    def __init__(self, passes: Passes, flat: FlatParameters, engine: Engine) -> None:
-        self._passes, self._flat, self._engine = passes, flat, engine
+    def __init__(self, passes: Passes, flat: FlatParameters) -> None:
+        self._passes, self._flat = passes, flat
 
     def active_vector(
         self, parameters: Sequence[nn.Parameter], topology: Topology | None, every_index: bool = False
@@ -74,10 +72,10 @@ class FlatGradients(Gradients):
 
     def backward(self, loss_fn: Any, model: nn.Module, batch: Any, scale: float, topology: Topology | None) -> Tensor:
         (ref,) = batch
-        loss = self._passes.differentiate(ref, at_snapshot=False)
-        if topology is not None:
-            key = None if topology.growth.recorded else ("take gradients",)
-            self._engine.run(key, topology.take_gradients)
+        recorded = topology is not None and topology.growth.recorded
+        loss = self._passes.differentiate(ref, at_snapshot=False, hide=topology is not None and not recorded)
+        if topology is not None and recorded:
+            topology.take_gradients()
         return loss
 
     def is_empty(self, parameters: Sequence[nn.Parameter]) -> bool:

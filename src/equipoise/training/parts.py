@@ -84,13 +84,13 @@ def make_parts(
     device = find_device(recipe.device) if world.alone else world.device
     splits = load(recipe.data.name, recipe.data.root, recipe.data.validation, recipe.seed, recipe.data_options)
     torch.manual_seed(derive(recipe.seed, "model"))
-    prepare_gpu(recipe.precision, device)
     model = synchronise(make_model(recipe, splits), world).to(device)
     world.broadcast(chain(model.parameters(), model.buffers()))  # processors may round differently
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     train = training_loader(recipe, splits.train, device, world)
     check_fit(model, recipe, train, len(splits.classes), device)
+    prepare_gpu(recipe.precision, device)  # now: the convolutions of one image need not be measured
     packed = choose_storage(recipe, model, device) == "packed"
     if packed:
         model = pack(model, recipe.topology)
@@ -111,8 +111,8 @@ def make_parts(
         compile=engine.compiled,
         hooks=False,
     )
-    passes = Passes(recipe, model, train, device, world, engine, flat)
-    gradients = Gradients() if flat is None else FlatGradients(passes, flat, engine)
+    passes = Passes(recipe, model, train, device, world, engine, flat, topology)
+    gradients = Gradients() if flat is None else FlatGradients(passes, flat)
     correction = attach_correction(recipe, model, topology, len(train), gradients)
     ema = EMA(model, recipe.ema, topology, flat, engine.compiled) if recipe.ema else None
     meter = Meter(device, engine.compiled(add_batch))

@@ -15,6 +15,8 @@ from equipoise.objectives import Objective, Standard
 from equipoise.objectives.adversarial_training import without_statistics
 from equipoise.seeds import derive
 from equipoise.storage.flat import FlatParameters
+from equipoise.storage.masked import MaskedWeight, copy_active
+from equipoise.topology import Topology
 from equipoise.training.engine import Engine
 from equipoise.training.precision import autocast
 from equipoise.training.processes import own_generator
@@ -58,6 +60,7 @@ class Passes:
         world: The processes that train together.
         engine: Runs the passes.
         flat: Where gradients are written; `None` if autograd accumulates them in `.grad`.
+        topology: The topology of the model, whose inactive weights have no gradient in a training step.
     """
 
     def __init__(
@@ -69,10 +72,12 @@ class Passes:
         world: World,
         engine: Engine,
         flat: FlatParameters | None,
+        topology: Topology,
     ) -> None:
         self._recipe, self._model, self._loader, self._device = recipe, model, loader, device
         self._world, self._engine, self._flat = world, engine, flat
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._masked = {id(layer.parameter): layer for layer in topology.layers if isinstance(layer, MaskedWeight)}
         self._step = 0
         self.attacks = 0  # batches that have been attacked
         self.attacks_steps = recipe.objective.attack_passes > 0
@@ -89,6 +94,7 @@ class Passes:
         self._generators: dict[int, torch.Generator] = {}  # of attacks, by number of images over all processes
         self._fast_assemble = engine.compiled(assemble)
         self._fast_model = engine.compiled(model)
+        self._copy_active = engine.compiled(copy_active, combine=True)
         self._losses = losses
         self._fast_losses = {kind: engine.compiled(loss) for kind, loss in losses.items()}
         self._ref: BatchRef | None = None
@@ -134,15 +140,15 @@ class Passes:
         """Begin a pass on a batch that is captured as a whole.
 
         Returns:
-            The number of images, and a function that makes the batch, leaves its gradient in the flat vector and
-            returns the loss, all on the device.
+            The number of images, and a function that makes the batch, leaves its gradient in the flat vector, zero for
+            inactive weights, and returns the loss, all on the device.
         """
         size = self._size(ref)
         generator = self._attack_generator(ref) if ref.attacked else None
 
         def work() -> Tensor:
             self._make_batch(ref, size, generator)
-            self._differentiate(ref, size)
+            self._differentiate(ref, size, hide=True)
             return self._loss
 
         return size, work
@@ -224,25 +230,33 @@ class Passes:
         with torch.enable_grad():  # one compilation serves both kinds of pass
             self._loss.copy_(self._forward(ref, size)[0].detach())
 
-    def differentiate(self, ref: BatchRef, at_snapshot: bool) -> Tensor:
-        """Mean loss of a batch; its gradient is then in the flat gradient vector."""
+    def differentiate(self, ref: BatchRef, at_snapshot: bool, hide: bool = False) -> Tensor:
+        """Mean loss of a batch; its gradient is then in the flat gradient vector.
+
+        Args:
+            ref: The batch.
+            at_snapshot: Whether the model has the weights of a snapshot.
+            hide: Whether the gradient of inactive weights is set to zero.
+        """
         size = self.prepare(ref)
-        self._engine.run(
-            ("differentiate", at_snapshot, *self.kind(ref, size)), partial(self._differentiate, ref, size)
-        )
+        key = ("differentiate", at_snapshot, hide, *self.kind(ref, size))
+        self._engine.run(key, partial(self._differentiate, ref, size, hide))
         return self._loss.clone()
 
-    def _differentiate(self, ref: BatchRef, size: int) -> None:
+    def _differentiate(self, ref: BatchRef, size: int, hide: bool) -> None:
         assert self._flat is not None
         with torch.enable_grad():
             loss, logits = self._forward(ref, size)
         found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        pairs = [
-            (self._flat.gradient_of(p), g) for p, g in zip(self._parameters, found, strict=True) if g is not None
-        ]
+        pairs = [(p, g) for p, g in zip(self._parameters, found, strict=True) if g is not None]
         if len(pairs) < len(found):
             self._flat.gradient.zero_()
-        torch._foreach_copy_([target for target, _ in pairs], [gradient for _, gradient in pairs])
+        targets, gradients = [self._flat.gradient_of(p) for p, _ in pairs], [g for _, g in pairs]
+        if hide:
+            masked = [self._masked.get(id(p)) for p, _ in pairs]
+            self._copy_active(targets, gradients, [None if layer is None else layer.activity for layer in masked])
+        else:
+            torch._foreach_copy_(targets, gradients)
         self._loss.copy_(loss.detach())
         (self._outputs[size],) = self._kept(
             (self._outputs[size],) if size in self._outputs else None, (logits.detach(),)

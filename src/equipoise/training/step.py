@@ -87,7 +87,6 @@ class Step:
 
     def _plain_step(self, ref: BatchRef, size: int, gradients: Callable[[], Tensor]) -> None:
         loss = gradients()
-        self._topology.take_gradients()
         (mean,) = self._correction.runner.all_reduce_mean(loss)
         self._loss.copy_(mean)
         self._update(ref, size)

@@ -9,6 +9,7 @@ import os
 import reprlib
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch._dynamo.package
+import torch._dynamo.package  # makes a folder when it is imported
 import torch._inductor.compiler_bisector  # noqa: F401 - and so does this
 
 from equipoise import cli
@@ -36,6 +37,7 @@ class Guard:
     def __init__(self) -> None:
         self.allowed: Path | None = None
         self.seen: list[str] = []
+        tempfile.gettempdir()  # writes a file when it is called first
         sys.addaudithook(self._hear)
 
     @contextlib.contextmanager

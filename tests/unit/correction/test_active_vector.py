@@ -154,6 +154,27 @@ def test_a_state_is_loaded_after_the_masks_have_changed() -> None:
         ActiveVector(list(model.parameters())[:-1], topology).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"used": ["0"]}, "parameters other than 0 to 5"),
+        ({"used": [6]}, "parameters other than 0 to 5"),
+        ({"made_at": -1}, "made_at=-1"),
+        ({"first": torch.tensor([3, 2])}, "not ascending numbers from 0 to"),
+        ({"first": torch.tensor([-1, 2])}, "not ascending numbers from 0 to"),
+        ({"first": torch.tensor([0, 10**6])}, "not ascending numbers from 0 to"),
+        ({"first": torch.tensor([0.0, 1.0])}, "not ascending numbers from 0 to"),
+    ],
+)
+def test_a_damaged_state_is_refused(changes: dict[str, Any], message: str) -> None:
+    model = model_of()
+    vector = ActiveVector(list(model.parameters()), sparse(model)[0])
+    state = vector.state_dict()
+    state["indices"] = [changes.pop("first", state["indices"][0]), *state["indices"][1:]]
+    with pytest.raises(UserError, match=message):
+        vector.load_state_dict(state | changes)
+
+
 def test_mixed_precision_parameters_are_held_in_the_wider_type() -> None:
     model = model_of()
     model[3].to(torch.bfloat16)

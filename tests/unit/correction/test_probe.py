@@ -107,6 +107,23 @@ def test_steps_that_are_not_corrected_keep_their_variance() -> None:
     assert correction.enabled == ((left + 1) / 2 * 1.5 < 1)
 
 
+@pytest.mark.parametrize(("every", "pays"), [(0, True), (40, True), (2, False)])
+def test_a_mean_of_few_old_gradients_has_an_error_of_its_own(every: int, pays: bool) -> None:
+    """√(2v) + 1/√m < 1, for a running mean over m steps."""
+    estimator = SVRG(coefficient="gradient", when="pays", probe=6, mode="running", every=every)
+    correction, old, now = displaced(estimator, 0.15, make_batches(10))
+    new, before, covariance = moments(old, now, make_batches(10)[:6])
+    left = 1 - covariance**2 / before / new
+    assert (np.sqrt(2 * left) + (1 / np.sqrt(every) if every else 0) < 1) == pays, "the case does not test its branch"
+    assert 2 * left < 1, "without the second term it would always pay"
+    assert correction.enabled == pays
+
+
+def test_a_full_pass_has_no_such_error() -> None:
+    estimator = SVRG(coefficient="gradient", when="pays", probe=6, mode="recompute", every=2)
+    assert displaced(estimator, 0.15, make_batches(10))[0].enabled
+
+
 def test_epochs_that_do_not_pay_cost_only_the_probe() -> None:
     correction, *_ = displaced(SVRG(when="pays", probe=4), 3.0, make_batches(10))
     assert not correction.enabled

@@ -112,6 +112,16 @@ def test_a_wrong_state_is_refused_in_one_line_and_changes_nothing(state: Any, me
     assert (after["steps"], after["updates"]) == (4, 1)
 
 
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_memory_of_another_shape_is_refused(steps: int) -> None:
+    made, state = make("snfs"), make("snfs")[2].state_dict()
+    train(made[0], made[1], range(steps))
+    size = state["memory"]["last.weight"].numel()
+    state["memory"]["last.weight"] = torch.ones(1, size, 1)
+    with pytest.raises(UserError, match=rf'SNFS for "last.weight" has the shape \(1, {size}, 1\) instead'):
+        made[2].load_state_dict(state)
+
+
 def pickled(objects: Any) -> Any:
     return pickle.loads(pickle.dumps(objects))
 

@@ -1,0 +1,257 @@
+"""The tables and charts of docs/accelerate.md, from committed results.
+
+    PYTHONPATH=src python bench/accelerate_tables.py [--write]
+
+Prints the tables, or writes them and the charts into the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from equipoise.analysis.flops import count, total
+from equipoise.display.figures import COLOURS
+from equipoise.models import MODELS
+from equipoise.studies.reading import read_results
+from equipoise.studies.results import Result
+from equipoise.topology import GMP
+from equipoise.topology.selection import select
+from equipoise.training import make_recipe
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "accelerate.md"
+FILES = ROOT / "bench" / "results"
+SCORES = ("plain", "bn_recalibrated", "ema")
+FAST, DENSE, PLAIN = "fast", "dense", "no correction, 12 epochs"
+EPOCHS = re.compile(r"(.*), (\d+) epochs")
+Line = dict[str, Any]
+
+
+def read(file: Path) -> list[Line]:
+    """Read a file of JSON lines; none if it does not exist."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and sample standard deviation."""
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{deviation}" if values else ""
+
+
+def rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# Arms of bench/accelerate.py
+
+
+def table(results: Sequence[Line], reference: str = "") -> str:
+    """Accuracy of each arm in points: mean and standard deviation, and the difference to a reference arm."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for result in results:
+        if "scores" in result:
+            found.setdefault(result["arm"], []).append(result["scores"])
+
+    def values(arm: str, score: str) -> list[float]:
+        return [scores[score] for scores in found[arm] if score in scores]
+
+    body = []
+    for arm in found:
+        cells = [arm, *(spread(values(arm, score)) for score in SCORES)]
+        if reference:
+            gap = statistics.mean(values(arm, "plain")) - statistics.mean(values(reference, "plain"))
+            cells.append("" if arm == reference else f"{gap:+.2f}")
+        body.append([*cells, f"{min(values(arm, 'plain')):.2f}", str(len(found[arm]))])
+    difference = ["plain, difference"] if reference else []
+    return rows(["arm", *SCORES, *difference, "worst plain", "runs"], body)
+
+
+def group(file: str, name: str, reference: str = "", also: Sequence[Line] = ()) -> str:
+    """The table of a group of arms; `also` has runs of the same recipes from elsewhere."""
+    found = [line for line in read(FILES / file) if line["group"] == name]
+    return table([*also, *found], reference) if found else "Not measured."
+
+
+def from_study(arm: str, epochs: int, name: str) -> list[Line]:
+    """The runs of an arm of time-to-accuracy, as those of an arm of another name."""
+    found = study("time-to-accuracy").get(f"{arm}, {epochs} epochs", ())
+    return [{"arm": name, "scores": {score: 100 * value for score, value in run.test.items()}} for run in found]
+
+
+def fast_runs(file: str) -> list[Line]:
+    """All runs of the fast recipe in 8 epochs."""
+    own = [line for line in read(FILES / file) if line["group"] == "ablation" and line["arm"] == FAST]
+    return [*from_study(FAST, 8, FAST), *own]
+
+
+# Budgets
+
+
+def seconds_of(starts: Sequence[Line]) -> tuple[float, float] | None:
+    """Seconds of start-up with a warm cache, and of the steps of an epoch, in processes alone on the device."""
+    fresh = [line["to_fast_steps"] for line in starts if "stages" in line][1:]
+    trained = [line["seconds"] / line["epochs"] for line in starts if "train" in line]
+    return (statistics.mean(fresh), statistics.mean(trained)) if fresh and trained else None
+
+
+def final(results: Sequence[Result]) -> list[float]:
+    return [100 * result.test["plain"] for result in results]
+
+
+def relative_flops(raw: Mapping[str, Any]) -> float:
+    """FLOPs of the steps of a run relative to those of dense training, without dense gradients at updates.
+
+    The number of active weights falls on a cubic until the last update, so its mean is final + (initial - final)/4.
+    """
+    recipe = make_recipe(raw)
+    algorithm = recipe.topology
+    with torch.device("meta"):  # numbers are not needed
+        model, image = MODELS[recipe.model](), torch.zeros(1, 3, 32, 32)
+    chosen = select(model, algorithm.include, algorithm.exclude, algorithm.dense_first, algorithm.dense_last)
+    shapes = {name: tuple(weight.shape) for name, weight in chosen.items()}
+    initial, final = algorithm.initial_counts(shapes, model), algorithm.final_counts(shapes, model)
+    falling = algorithm.until / 4 if isinstance(algorithm, GMP) else 0.0
+    mean = {n: (final[n] + (initial[n] - final[n]) * falling) / chosen[n].numel() for n in shapes}
+    cost = total(count(model, image, mean))
+    return cost.sparse_training / cost.dense_training
+
+
+def study(name: str) -> Mapping[str, Sequence[Result]]:
+    """The finished runs of a study by arm; arms without runs are left out."""
+    folder = ROOT / "results" / name
+    found = read_results(folder).studies[0].results if folder.is_dir() else {}
+    return {arm: results for arm, results in found.items() if results}
+
+
+def budgets(name: str) -> str:
+    """Mean final accuracy of every arm of a study at its budget."""
+    seconds = seconds_of(read(FILES / "startup.jsonl"))
+    body = []
+    for arm, results in study(name).items():
+        label, epochs = split(arm)
+        flops = epochs * relative_flops(results[0].recipe)
+        cells = [label, str(epochs), spread(final(results)), str(len(results)), f"{flops:.2f}"]
+        if seconds is not None:
+            start, each = seconds
+            on_vgg_c = results[0].recipe.get("model") == "vgg_c"
+            cells += [f"{epochs * each:.1f}", f"{start + epochs * each:.1f}"] if on_vgg_c else ["", ""]
+        body.append(cells)
+    head = ["arm", "epochs", "accuracy, %", "runs", "FLOPs, in dense epochs"]
+    head += [] if seconds is None else ["seconds of steps", "with start-up"]
+    return rows(head, body) if body else "Not measured."
+
+
+def split(arm: str) -> tuple[str, int]:
+    """Name and epochs of an arm that is called `NAME, N epochs`."""
+    match = EPOCHS.fullmatch(arm)
+    assert match is not None, arm
+    return match[1], int(match[2])
+
+
+def startup() -> str:
+    """Seconds of fresh processes."""
+    body = []
+    for i, line in enumerate(read(FILES / "startup.jsonl")):
+        if "stages" in line:
+            what = "empty" if i == 0 else "warm"
+            body.append([f"to fast steps, {what} compile cache", f"{line['to_fast_steps']:.1f}"])
+        else:
+            what = f"`equipoise train {line['train']} epochs={line['epochs']}`, whole process"
+            counted = f" ({line['seconds']:.1f} training, {line['startup_seconds']:.1f} compiling and capturing)"
+            body.append([what, f"{line['process']:.1f}{counted}"])
+    return rows(["fresh process", "seconds"], body) if body else "Not measured."
+
+
+def cpu() -> str:
+    """Wall time on two cores."""
+    body = []
+    found = [line for line in read(FILES / "cpu_accuracy.jsonl") if line["accuracy"] is not None]
+    for arm in dict.fromkeys(line["arm"] for line in found):
+        mine = [line for line in found if line["arm"] == arm]
+        minutes = [statistics.mean(line[key] / 60 for line in mine) for key in ("seconds", "process")]
+        body.append([arm, spread([100 * line["accuracy"] for line in mine]), *(f"{m:.1f}" for m in minutes)])
+    return rows(["arm", "accuracy, %", "minutes of steps", "of the process"], body) if body else "Not measured."
+
+
+# The page
+
+
+def blocks() -> dict[str, str]:
+    """Every table of the page by name."""
+    file = "ablation.jsonl"
+    return {
+        "budgets": budgets("time-to-accuracy"),
+        "sparsities": budgets("time-to-accuracy-sparsities"),
+        "stability": group("stability.jsonl", "stability"),
+        "ablation": group(file, "ablation", FAST, [*from_study(FAST, 8, FAST), *from_study(DENSE, 8, DENSE)]),
+        "options": group(file, "options", FAST, fast_runs(file)),
+        "correction": group(file, "correction", PLAIN, from_study(FAST, 12, PLAIN)),
+        "short": group("short.jsonl", "short"),
+        "startup": startup(),
+        "cpu": cpu(),
+    }
+
+
+def with_blocks(page: str, found: Mapping[str, str]) -> str:
+    """The page with its tables replaced: those between `<!-- NAME -->` and `<!-- /NAME -->`."""
+    for name, text in found.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        page = pattern.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page)  # type: ignore[misc]
+    return page
+
+
+def draw(folder: Path) -> None:
+    """Draw final accuracy over epochs and over seconds of the process, VGG-C at 99 %, as two SVG files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "equipoise"})
+    from matplotlib import pyplot as plt
+
+    found = study("time-to-accuracy")
+    lines: dict[str, list[tuple[int, list[float]]]] = {}
+    for arm, results in found.items():
+        if results[0].recipe.get("model") == "vgg_c":
+            label, epochs = split(arm)
+            lines.setdefault(label, []).append((epochs, final(results)))
+    seconds = seconds_of(read(FILES / "startup.jsonl"))
+    axes = {"epochs": (0.0, 1.0)} | ({} if seconds is None else {"seconds": seconds})
+    for axis, (start, each) in axes.items():
+        figure, plot = plt.subplots(figsize=(7, 4), layout="constrained")
+        for (label, points), colour in zip(lines.items(), COLOURS, strict=False):
+            x = [start + each * epochs for epochs, _ in points]
+            y = [statistics.mean(values) for _, values in points]
+            error = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in points]
+            plot.errorbar(x, y, error, label=label, color=colour, marker="o", capsize=3)
+        plot.set_xlabel("epochs of training" if axis == "epochs" else "seconds of start-up and steps, H200")
+        plot.set_ylabel("final test accuracy, %")
+        plot.set_xlim(left=0)
+        plot.spines[["top", "right"]].set_visible(False)
+        plot.grid(alpha=0.25)
+        plot.legend(frameon=False)
+        figure.savefig(folder / f"accelerate-{axis}.svg", metadata={"Date": None})
+        plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/accelerate.md and its charts")
+    found = blocks()
+    if parser.parse_args().write:
+        PAGE.write_text(with_blocks(PAGE.read_text(), found))
+        draw(PAGE.parent)
+    else:
+        print("\n\n".join(f"{name}\n\n{text}" for name, text in found.items()))
+
+
+if __name__ == "__main__":
+    main()

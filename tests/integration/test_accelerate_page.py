@@ -1,0 +1,64 @@
+"""docs/accelerate.md shows the committed results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("accelerate_tables", ROOT / "bench" / "accelerate_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_the_tables_of_the_committed_results(tables: ModuleType) -> None:
+    """If not: python bench/accelerate_tables.py --write."""
+    page = tables.PAGE.read_text()
+    found = tables.blocks()
+    assert all(f"<!-- {name} -->" in page for name in found), "a table has no place on the page"
+    assert tables.with_blocks(page, found) == page
+
+
+def test_a_row_is_the_mean_and_the_deviation_of_its_runs(tables: ModuleType) -> None:
+    files = sorted((ROOT / "results" / "time-to-accuracy").glob("set-itop-published-*.json"))
+    found = [100 * json.loads(file.read_text())["result"]["test"]["plain"]["accuracy"] for file in files]
+    row = f"| SET-ITOP published | 50 | {statistics.mean(found):.2f} ± {statistics.stdev(found):.2f} | {len(found)} |"
+    assert row in tables.budgets("time-to-accuracy")
+
+
+def test_the_flops_of_gradual_pruning_are_those_of_its_mean_density(tables: ModuleType) -> None:
+    uniform = {"name": "granet", "sparsity": 0.99, "initial_sparsity": 0.9, "until": 0.8, "distribution": "uniform"}
+    time = (np.arange(100_000) + 0.5) / 100_000
+    density = 0.01 + 0.09 * np.clip(1 - time / 0.8, 0, None) ** 3
+    found = tables.relative_flops({"model": "vgg_c", "topology": uniform})
+    assert found == pytest.approx(density.mean(), rel=2e-3)
+    assert tables.relative_flops({"model": "vgg_c", "topology": "dense"}) == 1
+
+
+def test_differences_are_to_the_reference(tables: ModuleType) -> None:
+    def run(arm: str, *accuracies: float) -> list[dict[str, object]]:
+        return [{"arm": arm, "scores": {"plain": accuracy}} for accuracy in accuracies]
+
+    text = tables.table([*run("fast", 80.0, 82.0), *run("slow", 79.0, 78.0), {"arm": "broken", "error": "x"}], "fast")
+    assert text.splitlines()[2:] == [
+        "| fast | 81.00 ± 1.41 |  |  |  | 80.00 | 2 |",
+        "| slow | 78.50 ± 0.71 |  |  | -2.50 | 78.00 | 2 |",
+    ]
+
+
+def test_the_charts_are_drawn(tables: ModuleType, tmp_path: Path) -> None:
+    tables.draw(tmp_path)
+    assert "SET-ITOP published" in (tmp_path / "accelerate-epochs.svg").read_text()
