@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import importlib
 import io
 import itertools
@@ -93,6 +94,19 @@ DENSE = [
 PACKED: dict[str, dict[str, Any]] = {"packed": {}, "packed bf16": {"precision": "bf16"}}  # options of `pack`
 
 
+@functools.cache
+def packed_forms() -> dict[str, dict[str, Any]]:
+    """The entries of `PACKED` that this version of `pack` has."""
+    found = {}
+    for name, options in PACKED.items():
+        try:
+            pack(nn.Sequential(nn.Linear(1, 1)), {}, **options)
+            found[name] = options
+        except TypeError:
+            print(f"without {name}: pack has no option {', '.join(options)}")
+    return found
+
+
 def random_masks(model: nn.Module, sparsity: float) -> dict[str, Tensor]:
     """Random masks with ERK counts."""
     weights = select(model)
@@ -106,10 +120,9 @@ def random_masks(model: nn.Module, sparsity: float) -> dict[str, Tensor]:
 
 
 def packed_models(model: nn.Module, sparsities: Iterable[float]) -> Iterator[tuple[str, float, nn.Module]]:
-    """Each supported form of the packed model, at each sparsity."""
-    for (name, options), sparsity in itertools.product(PACKED.items(), sparsities):
-        with contextlib.suppress(TypeError):  # this version of `pack` does not have the option
-            yield name, sparsity, pack(model, random_masks(model, sparsity), **options)
+    """Each form of the packed model, at each sparsity."""
+    for (name, options), sparsity in itertools.product(packed_forms().items(), sparsities):
+        yield name, sparsity, pack(model, random_masks(model, sparsity), **options)
 
 
 def training_step(model: nn.Module, x: Tensor) -> Work:
@@ -267,10 +280,9 @@ def epoch_cases(options: Options) -> Iterator[Case]:
             steps = [form.work(vgg_c(), x, training_step) for x, _ in batches[:1]] * len(batches)
             found.rivals[f"SGD, {form}"] = lambda steps=steps: [step() for step in steps]  # type: ignore[misc]
     algorithm = SET(sparsity=0.99, every=len(batches))
-    for name, model_options in PACKED.items():
-        with contextlib.suppress(TypeError):
-            model = pack(vgg_c(), algorithm, **model_options).train()
-            found.rivals[f"SET with AGENT (replay), {name}"] = agent_epoch(model, algorithm, batches)
+    for name, model_options in packed_forms().items():
+        model = pack(vgg_c(), algorithm, **model_options).train()
+        found.rivals[f"SET with AGENT (replay), {name}"] = agent_epoch(model, algorithm, batches)
     yield found
 
 
