@@ -1,8 +1,7 @@
 """Estimated time of a layer on the sparse kernels and on torch's dense ones.
 
 Times are those of a forward and a backward pass, per image and position of the output, in units of one weight of a
-dense convolution. They were fitted to layers of 32 to 512 channels on two cores with AVX-512 (`bench/cpu.py layers`)
-and rounded in favour of the dense kernels.
+dense convolution. They were fitted to layers of 32 to 512 channels on one core with AVX-512 (`bench/cpu.py layers`).
 """
 
 from __future__ import annotations
