@@ -20,9 +20,9 @@ from equipoise.storage.packed_modules import (
     BLOCKED_NORMS,
     BlockedBatchNorm,
     PackedLayer,
-    named_layers,
     no_kernel,
     packed,
+    weight_name,
 )
 from equipoise.storage.packed_other import PackedOther
 from equipoise.storage.shortcut import Run, Shortcut
@@ -115,16 +115,17 @@ def blocked_modules(model: nn.Module) -> list[str]:
 
 def unpack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the state_dict of the model before packing, with its usual keys, and the masks by parameter name."""
-    layers = {id(layer.values): (name, layer) for name, layer in named_layers(model).items()}
-    indices = {id(layer.index) for _, layer in layers.values()}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLayer)}
     state: dict[str, Tensor] = {}
     masks: dict[str, Tensor] = {}
-    for key, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in layers:
-            name, layer = layers[id(tensor)]
-            state[name], masks[name] = layer.weight.detach(), layer.mask
-        elif id(tensor) not in indices:
-            state[key] = tensor.detach()
+    for key, tensor in model.state_dict().items():
+        owner, _, leaf = key.rpartition(".")
+        if owner not in layers or leaf == "bias":
+            state[key] = tensor
+        elif leaf == "values":
+            name = weight_name(owner, layers[owner])
+            state[name] = layers[owner].weight.detach()
+            masks[name] = layers[owner].mask
     return state, masks
 
 

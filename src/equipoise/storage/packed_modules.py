@@ -351,13 +351,18 @@ class _Spread(torch.autograd.Function):
         return grad.index_select(0, index), None, None
 
 
-def named_layers(model: nn.Module) -> dict[str, PackedLayer]:
-    """Return the packed layers of a model by the names of their weights before packing.
+def weight_name(name: str, layer: PackedLayer) -> str:
+    """Return the name that the weight of the packed layer `name` had before packing.
 
-    The weight of the layer `a` was called `a.weight`, or `a_weight` if `a` is a projection of an attention.
+    It was `name.weight`, or `name_weight` if the layer is a projection of an attention.
     """
-    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, PackedLayer))
-    return {f"{name}{layer.weight_suffix}".removeprefix("."): layer for name, layer in layers}
+    return f"{name}{layer.weight_suffix}".removeprefix(".")
+
+
+def named_layers(model: nn.Module) -> dict[str, PackedLayer]:
+    """Return the packed layers of a model by the names of their weights before packing."""
+    modules = model.named_modules()
+    return {weight_name(name, layer): layer for name, layer in modules if isinstance(layer, PackedLayer)}
 
 
 def set_data(parameter: Tensor, data: Tensor) -> None:
