@@ -8,12 +8,14 @@ import json
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from equipoise.errors import UserError
 from equipoise.files import write_whole
-from equipoise.report.charts import Chart, charts_of
+from equipoise.report.charts import Chart, charts_of, costs_of
 from equipoise.report.html_tables import arms_table, badge_of, claim_item, comparison_table, paper_table, tallies
 from equipoise.report.markup import Markup, embedded_json, join, raw, tag
+from equipoise.report.row_charts import row_charts_of
 from equipoise.report.six_claims import judge_claims
 from equipoise.report.waterfall import PAPER, draw, waterfall
 from equipoise.report.words import UNTIMED, plural
@@ -21,6 +23,9 @@ from equipoise.studies.metrics import WINDOW
 from equipoise.studies.reading import read_results
 from equipoise.studies.results import Reading, Result, Study
 from equipoise.studies.verdict import FEWEST, judge
+
+STYLES = ("vendor/uPlot.min.css", "report.css")
+SCRIPTS = ("vendor/uPlot.iife.min.js", "report.js")
 
 
 def write_report(folder: Path, out: Path) -> Reading:
@@ -46,16 +51,18 @@ def make_page(reading: Reading, name: str) -> str:
     """Return the HTML of what was read; `name` is the title of a page with several studies."""
     charts = [charts_of(study) for study in reading.studies]
     package = resources.files("equipoise.report")
-    style, script = ((package / file).read_text(encoding="utf-8") for file in ("report.css", "report.js"))
+    styles, scripts = (
+        [(package / file).read_text(encoding="utf-8") for file in files] for files in (STYLES, SCRIPTS)
+    )
     title = reading.studies[0].title if len(reading.studies) == 1 else name.capitalize()
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(styles, scripts)),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", f"{title} · equipoise"),
-        raw("style", style),
+        [raw("style", style) for style in styles],
     )
     sections = [_study(i, study, charts[i], len(reading.studies) == 1) for i, study in enumerate(reading.studies)]
     claims = _claims(reading.studies)
@@ -68,16 +75,24 @@ def make_page(reading: Reading, name: str) -> str:
             _problems(reading.problems),
             _method(),
         ),
-        embedded_json([{"arms": [*s.results], "charts": charts[i]} for i, s in enumerate(reading.studies)], "data"),
-        raw("script", script),
+        embedded_json([_data(study, charts[i]) for i, study in enumerate(reading.studies)], "data"),
+        [raw("script", script) for script in scripts],
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _policy(style: str, script: str) -> str:
-    """Allow nothing but the style and script of the page itself."""
-    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
-    return f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'"
+def _data(study: Study, charts: Sequence[Chart]) -> dict[str, Any]:
+    return {"arms": [*study.results], "costs": costs_of(study), "charts": charts}
+
+
+def _policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
+    """Allow nothing but the styles and scripts of the page itself."""
+
+    def sources(texts: Sequence[str]) -> str:
+        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return f"default-src 'none'; style-src {sources(styles)}; script-src {sources(scripts)}"
 
 
 def _masthead(reading: Reading, title: str) -> Markup:
@@ -153,23 +168,27 @@ def _study(index: int, study: Study, charts: Sequence[Chart], alone: bool) -> Ma
     figures = [
         tag(
             "figure",
-            tag("figcaption", chart["title"]),
-            tag("div", class_="drawing"),
-            class_=f"chart {chart['kind']}",
+            tag("figcaption", chart["title"], tag("span", chart["finding"])),
+            tag("div", class_="drawing", role="img", tabindex=0),
+            class_="chart lines",
             data_study=index,
             data_chart=i,
         )
         for i, chart in enumerate(charts)
+    ]
+    rows = [
+        tag("figure", tag("figcaption", chart.title), chart.tables, class_="chart rows")
+        for chart in row_charts_of(study)
     ]
     return tag(
         "section",
         tag("h2", "Curves and tables" if alone else study.title),
         tag("p", study.about, class_="about") if study.about else "",
         tag("p", f"In the paper: {', '.join(study.shows)}", class_="about") if study.shows else "",
-        tag("noscript", tag("p", "The charts need JavaScript; the tables below hold their numbers."))
+        tag("noscript", tag("p", "The curves need JavaScript; the tables below hold their numbers."))
         if figures
         else "",
-        tag("div", figures, class_="charts single" if len(study.results) == 1 else "charts"),
+        tag("div", figures, rows, class_="charts single" if len(study.results) == 1 else "charts"),
         tag("ul", [tag("li", line) for line in failed], class_="problems") if (failed := _failed(study)) else "",
         comparison_table(study) if len(study.results) > 1 else "",
         arms_table(study),

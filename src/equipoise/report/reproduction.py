@@ -97,7 +97,7 @@ def write_page(results: Path, page: Path) -> list[str]:
     page.parent.mkdir(parents=True, exist_ok=True)
     gaps = [gap for at in PAPER if (gap := waterfall(studies["published"], at)) is not None]
     for gap in gaps:
-        write_whole(page.parent / _figure(gap), str(draw(gap)).encode())
+        write_whole(page.parent / _figure(gap), str(draw(gap, background="#ffffff")).encode())
     write_whole(page, ("\n".join(_page_lines(items, studies, gaps)) + "\n").encode())
     return problems
 
@@ -169,6 +169,7 @@ def _summary(judged: Sequence[JudgedClaim], studies: Mapping[str, Study]) -> Ite
     runs = _runs(studies)
     tried = [name for name, study in studies.items() if _ran(study)]
     yield f"> **Summary.** {plural(len(runs), 'run')} of {plural(len(tried), 'study', 'studies')}, {DATA} and digits."
+    yield ">"
     yield from (f"> - {claim.sentence}" for claim in judged)
 
 

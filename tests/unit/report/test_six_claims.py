@@ -133,4 +133,6 @@ def test_the_drawing_is_sound_xml_with_a_bar_for_every_number() -> None:
     assert all(float(bar.get("width", "0")) > 0 for bar in bars)
     texts = [text.text for text in svg.findall("{http://www.w3.org/2000/svg}text")]
     assert {"60.6 %", "62.0 %", "+3.0", "+4.1", "+1.0", "−0.5", "69.6 %", "69.8 %"} <= set(texts)
+    assert texts[0] == "Epochs 16 to 20: −0.5 of +7.6 points are the correction's"
+    assert "bars begin at 59 %" in texts[1]
     assert not re.search(r"style|script", draw(found))
