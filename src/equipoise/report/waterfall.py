@@ -10,12 +10,12 @@ import numpy as np
 
 from equipoise.report.markup import Markup, tag
 from equipoise.studies.compare import values_of
-from equipoise.studies.inference import Effect, welch
+from equipoise.studies.inference import LEVEL, Effect, welch
 from equipoise.studies.results import Question, Study
 
 LOW_RATE, HIGH_RATE, PUBLISHED, RAW = "BSR-Net lr 0.04", "BSR-Net lr 0.1", "AGENT as published", "10 % raw gradient"
 PAPER = {20: (0.606, 0.698), 40: (0.626, 0.737)}  # baseline and AGENT, Table 1, standard training, 99 %
-WIDTH, ROW, LEFT, RIGHT, TOP = 640, 30, 210, 90, 56  # pixels
+WIDTH, ROW, LEFT, RIGHT, TOP = 640, 30, 230, 90, 56  # pixels
 THEIRS, OURS, GAIN, LOSS = "#bbbbbb", "#888888", "#0072b2", "#d55e00"  # for the colour-blind too
 
 
@@ -33,6 +33,11 @@ class Step:
     gain: float
     effect: Effect | None = None
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether the step differs from zero with p < 0.05."""
+        return self.effect is not None and self.effect.p < LEVEL
+
 
 @dataclass(frozen=True)
 class Waterfall:
@@ -45,6 +50,16 @@ class Waterfall:
     @property
     def end(self) -> float:
         return self.start + sum(step.gain for step in self.steps)
+
+    @property
+    def conclusion(self) -> str:
+        """Say which steps differ from zero (p < 0.05) and which do not."""
+        clear = [step.name for step in self.steps if step.is_clear]
+        rest = [step.name for step in self.steps if not step.is_clear]
+        parts = [
+            f"{'; '.join(names)}: {word}" for names, word in ((clear, "p < 0.05"), (rest, "not significant")) if names
+        ]
+        return f"{'. '.join(part[0].upper() + part[1:] for part in parts)}."
 
     @property
     def finding(self) -> str:
@@ -84,6 +99,11 @@ def waterfall(study: Study, at: int) -> Waterfall | None:
         _between("the correction itself", published, raw),
     ]
     return Waterfall(at, float(np.mean([*high.values()])), tuple(steps))
+
+
+def gaps_of(study: Study | None) -> list[Waterfall]:
+    """Return the splits at all epochs of the paper's table that a study has; empty without a study."""
+    return [gap for at in PAPER if study is not None and (gap := waterfall(study, at)) is not None]
 
 
 def _between(name: str, after: dict[int, float], before: dict[int, float]) -> Step:

@@ -79,6 +79,24 @@ def test_verdicts_come_first_and_need_no_script(results: Path) -> None:
     assert "−2.95 points" in cells
 
 
+def test_a_page_of_the_papers_studies_opens_with_the_summary_and_the_six_claims(tmp_path: Path) -> None:
+    write_study(tmp_path / "results/other")
+    folder = write_study(tmp_path / "results/set-itop", name="set-itop")
+    for arm, seed in ((arm, seed) for arm in ("SGD", "AGENT") for seed in (0, 1)):
+        write_result(result_file(folder, arm, seed), result_json(arm, seed, name="set-itop"))
+    (tmp_path / "results/images.yaml").write_text("digits: tiny pictures\n")
+    text = page_of(tmp_path / "results")
+    page = Page(re.sub(r"<script.*?</script>", "", text, flags=re.S))
+    assert page.all("h2")[:2] == ["Summary", "Six claims of the paper"]
+    assert page.all("h2")[-3:] == ["A study", "Claims", "How to read this page"]  # charts before the long lists
+    assert text.index('id="six-claims"') < text.index("<nav") < text.index('id="study-0"')
+    sentences = re.findall("<li>(.*?)</li>", text.partition('class="summary"')[2].partition("</ul>")[0])
+    assert len(sentences) == 6
+    assert sentences[0].startswith("Tried: 4 runs of 1 study on tiny pictures")  # without the other study
+    assert any("tiny pictures · fewer than 3 runs of an arm" in words for words in page.all("p"))
+    assert all(caption.endswith("· tiny pictures") for caption in page.all("figcaption"))
+
+
 def test_no_page_is_written_if_there_is_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     for name in "ab":
