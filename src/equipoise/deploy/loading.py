@@ -89,7 +89,7 @@ def sparse_masks(model: nn.Module) -> dict[str, Tensor]:
         if name and isinstance(weight, Tensor) and weight.dim() > 1 and _fits(layer, uses):
             mask = weight != 0
             sparse = packed(layer, mask)
-            if sparse is not None and not sparse.dense:
+            if sparse is not None and not sparse.dense_in_blocks:
                 masks[f"{name}.weight"] = mask
     return masks
 

@@ -231,23 +231,6 @@ def test_padding_by_name(layer: nn.Module, shape: tuple[int, ...], images: int) 
     torch.testing.assert_close(freeze(mine)(x), model(x).detach())
 
 
-@pytest.mark.parametrize(
-    ("layer", "kind"),
-    [
-        (nn.Conv2d(3, 5, 2, padding="same"), "Conv2d"),
-        (nn.Conv1d(3, 5, 4, padding="same"), "Conv1d"),
-        (nn.Conv3d(3, 5, 3), "Conv3d"),
-        (nn.ConvTranspose2d(3, 5, 3), "ConvTranspose2d"),
-    ],
-)
-def test_a_refusal_names_the_type_and_a_remedy(layer: nn.Module, kind: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), copy.deepcopy(layer))
-    with pytest.raises(UserError, match=rf'"1.weight" of a {kind}:.*exclude=\("1",\).*masked storage'):
-        pack(model, {"1.weight": torch.ones_like(model.get_parameter("1.weight")).bool()})
-    assert kind in str(why_not(model, SET(sparsity=0.5)))
-    assert isinstance(pack(model, SET(sparsity=0.5, exclude=("1",))).get_submodule("0"), PackedLayer)
-
-
 # -- states of other layers, and parameters of other types
 
 
