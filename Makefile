@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export MPLBACKEND := Agg
 
-.PHONY: demo test test-all test-gpu test-faults lint types format bench clean
+.PHONY: demo test test-all test-gpu test-faults lint types format figures bench docs notebooks clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -19,6 +19,12 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_figures.py
+
+# Numbers and charts of README and docs, from the committed results.
+figures: .venv/installed
+	$(BIN)/python bench/accelerate_tables.py --write
+	$(BIN)/python tools/check_figures.py --write
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
@@ -50,6 +56,21 @@ bench: .venv/installed
 	$(BIN)/python bench/attack.py
 	$(BIN)/python bench/robust.py
 	$(BIN)/python bench/cpu.py
+	$(BIN)/python bench/deploy.py
+
+.venv/docs-installed: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+# The site, in build/site. A warning or a dead link is an error.
+docs: .venv/docs-installed
+	$(BIN)/equipoise recipe --keys > docs/recipe-keys.md
+	$(BIN)/python tools/command_page.py > docs/command-line.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Runs the notebooks in examples/ and keeps their outputs in them.
+notebooks: .venv/docs-installed
+	OMP_NUM_THREADS=2 $(BIN)/jupyter nbconvert --execute --inplace examples/*.ipynb
 
 clean:
 	rm -rf .venv build dist src/*.egg-info

@@ -1,8 +1,8 @@
-"""The tables and charts of docs/accelerate.md, from committed results.
+"""The tables of docs/accelerate.md, from committed results.
 
     PYTHONPATH=src python bench/accelerate_tables.py [--write]
 
-Prints the tables, or writes them and the charts into the page.
+Prints the tables, or writes them into the page. tools/charts.py draws its charts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from equipoise.analysis.flops import count, total
-from equipoise.display.figures import COLOURS
 from equipoise.models import MODELS
 from equipoise.studies.reading import read_results
 from equipoise.studies.results import Result
@@ -209,46 +208,12 @@ def with_blocks(page: str, found: Mapping[str, str]) -> str:
     return page
 
 
-def draw(folder: Path) -> None:
-    """Draw final accuracy over epochs and over seconds of the process, VGG-C at 99 %, as two SVG files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "equipoise"})
-    from matplotlib import pyplot as plt
-
-    found = study("time-to-accuracy")
-    lines: dict[str, list[tuple[int, list[float]]]] = {}
-    for arm, results in found.items():
-        if results[0].recipe.get("model") == "vgg_c":
-            label, epochs = split(arm)
-            lines.setdefault(label, []).append((epochs, final(results)))
-    seconds = seconds_of(read(FILES / "startup.jsonl"))
-    axes = {"epochs": (0.0, 1.0)} | ({} if seconds is None else {"seconds": seconds})
-    for axis, (start, each) in axes.items():
-        figure, plot = plt.subplots(figsize=(7, 4), layout="constrained")
-        for (label, points), colour in zip(lines.items(), COLOURS, strict=False):
-            x = [start + each * epochs for epochs, _ in points]
-            y = [statistics.mean(values) for _, values in points]
-            error = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in points]
-            plot.errorbar(x, y, error, label=label, color=colour, marker="o", capsize=3)
-        plot.set_xlabel("epochs of training" if axis == "epochs" else "seconds of start-up and steps, H200")
-        plot.set_ylabel("final test accuracy, %")
-        plot.set_xlim(left=0)
-        plot.spines[["top", "right"]].set_visible(False)
-        plot.grid(alpha=0.25)
-        plot.legend(frameon=False)
-        figure.savefig(folder / f"accelerate-{axis}.svg", metadata={"Date": None})
-        plt.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/accelerate.md and its charts")
+    parser.add_argument("--write", action="store_true", help="write docs/accelerate.md")
     found = blocks()
     if parser.parse_args().write:
         PAGE.write_text(with_blocks(PAGE.read_text(), found))
-        draw(PAGE.parent)
     else:
         print("\n\n".join(f"{name}\n\n{text}" for name, text in found.items()))
 

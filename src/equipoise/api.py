@@ -4,7 +4,22 @@ from equipoise import models, sparse
 from equipoise.correction import MVR, SAGA, SGD, SVRG, Agent, AgentMVR, AlphaSVRG, Correction, FixedC
 from equipoise.deploy import load, save
 from equipoise.errors import UserError
-from equipoise.topology import GMP, MEST, SET, SNFS, SRSTE, BSRNet, Dense, GraNet, RigL, SRigL, Static, Topology, fast
+from equipoise.topology import (
+    GMP,
+    MEST,
+    SET,
+    SNFS,
+    SRSTE,
+    BSRNet,
+    Dense,
+    GraNet,
+    Hydra,
+    RigL,
+    SRigL,
+    Static,
+    Topology,
+    fast,
+)
 from equipoise.topology.ema import EMA
 
 __all__ = [
@@ -26,6 +41,7 @@ __all__ = [
     "Dense",
     "FixedC",
     "GraNet",
+    "Hydra",
     "RigL",
     "SRigL",
     "Static",

@@ -10,13 +10,13 @@ A packed layer stores its active weights only and runs on the sparse kernels:
 - `pack` returns a copy of a model in packed storage.
 - `unpack` returns the state_dict with the usual keys, and the masks.
 - `freeze` prepares a packed model for inference.
-- `describe` returns how each packed layer runs.
+- `describe` returns how each packed layer runs, and `report` a table of it.
 - `available` returns whether the kernels can be loaded or compiled, and `reason` why not.
 """
 
 from equipoise.deploy.frozen import freeze
 from equipoise.kernels.library import available, reason
-from equipoise.storage.pack import describe, unpack
+from equipoise.storage.pack import describe, report, unpack
 from equipoise.topology.packing import pack
 
-__all__ = ["available", "describe", "freeze", "pack", "reason", "unpack"]
+__all__ = ["available", "describe", "freeze", "pack", "reason", "report", "unpack"]

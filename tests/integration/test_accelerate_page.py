@@ -57,8 +57,3 @@ def test_differences_are_to_the_reference(tables: ModuleType) -> None:
         "| fast | 81.00 ± 1.41 |  |  |  | 80.00 | 2 |",
         "| slow | 78.50 ± 0.71 |  |  | -2.50 | 78.00 | 2 |",
     ]
-
-
-def test_the_charts_are_drawn(tables: ModuleType, tmp_path: Path) -> None:
-    tables.draw(tmp_path)
-    assert "SET-ITOP published" in (tmp_path / "accelerate-epochs.svg").read_text()

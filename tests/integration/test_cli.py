@@ -19,6 +19,7 @@ import equipoise
 from cli_helpers import Run, assert_refused, everything
 from equipoise import cli
 from equipoise.training import RunFolder, Trainer
+from study_helpers import line as epoch_line
 from train_helpers import assert_same_runs, held_by_another_process, tiny
 
 # Commands
@@ -43,6 +44,8 @@ def test_a_run_from_training_to_curves(run: Run, recipe: str, tmp_path: Path) ->
     assert [row.split()[0] for row in rows[2:5]] == ["1", "2", "3"]
     assert (tmp_path / "here" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert max(map(len, rows)) <= 80
+    assert run("show", "here", "--html").out == f"{shown.out}page: here/report.html\n"
+    assert (tmp_path / "here" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
     scored = run("eval", "here")
     assert scored.status == 0
@@ -236,23 +239,27 @@ def test_without_words_there_is_help(run: Run) -> None:
 
 
 def test_the_demo_fits_in_80_columns(run: Run, tmp_path: Path) -> None:
-    outcome = run("demo", "--epochs", "2", "--out", "demo")
+    outcome = run("demo", "--epochs", "2", "--seeds", "2", "--out", "demo")
     assert (outcome.status, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in outcome.out
-    start = lines.index("digits, test accuracy after 2 epochs")
-    header, rows = lines[start + 1], lines[start + 2 : -1]
-    assert header.split() == ["accuracy", "ema", "density", "explored", "variance", "passes", "seconds"]
+    start = lines.index("digits, test accuracy after 2 epochs, mean and deviation of 2 seeds")
+    header, rows = lines[start + 1], lines[start + 2 : start + 9]
+    assert header.split() == ["accuracy", "density", "explored", "variance", "passes", "seconds"]
     assert [re.split(r"  +", row)[0] for row in rows] == [
         *("dense", "static", "SET", "RigL"),
         *("SET + AGENT", "SET + AGENT c*", "fast"),
     ]
     assert "5.0 %" in rows[1]
+    ends = [json.loads((tmp_path / "demo" / f"set-seed{k}" / "result.json").read_text()) for k in (0, 1)]
+    a, b = (100 * end["test"]["plain"]["accuracy"] for end in ends)
+    assert f"{(a + b) / 2:.1f} ± {abs(a - b) / 2**0.5:.1f} %" in rows[2]
+    assert "one of 360 test images is 0.3 points" in lines[start + 10]
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    folders = sorted(path.name for path in (tmp_path / "demo").iterdir() if path.is_dir())
-    assert folders == ["dense", "fast", "rigl", "set", "set-agent", "set-agent-c", "static"]
-    assert run("show", "demo/set-agent").status == 0
+    folders = {path.name.removesuffix("-seed1") for path in (tmp_path / "demo").glob("*-seed1")}
+    assert folders == {"dense", "fast", "rigl", "set", "set-agent", "set-agent-c", "static"}
+    assert run("show", "demo/set-agent-seed0").status == 0
 
 
 def test_names_are_shown_as_they_are(run: Run, recipe: str) -> None:
@@ -441,7 +448,13 @@ def test_runs_that_cannot_be_scored(run: Run, recipe: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "line", [{"epoch": 1}, {"epoch": 1, "scores": 3, "split": 1}, {"epoch": 1, "correction": []}]
+    "line",
+    [
+        {"epoch": 1},
+        {"epoch": 1, "scores": 3, "split": 1},
+        {"epoch": 1, "correction": []},
+        {**epoch_line(1, 0.5), "density": "x"},
+    ],
 )
 def test_metrics_that_are_not_ours_are_told(run: Run, tmp_path: Path, line: dict[str, Any]) -> None:
     RunFolder.create(tmp_path / "here", tiny()).append(line)

@@ -55,6 +55,8 @@ def test_the_wheel_fits_every_python_and_old_systems(wheel: Path, tmp_path: Path
     assert wheel.name.endswith(f"-py3-none-manylinux_2_28_{platform.machine()}.whl")
     with zipfile.ZipFile(wheel) as archive:
         library = archive.extract("equipoise/kernels/_kernels.so", tmp_path)
+        charts = {"uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE"}
+        assert {f"equipoise/report/vendor/{file}" for file in charts} <= set(archive.namelist())
     read = subprocess.run(
         ["readelf", "--version-info", "--dynamic", library], capture_output=True, text=True, check=True
     )

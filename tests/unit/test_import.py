@@ -46,7 +46,7 @@ def test_unknown_names_are_refused_and_subpackages_found() -> None:
 
 
 def test_the_facade_of_packed_models() -> None:
-    assert set(eq.sparse.__all__) == {"available", "describe", "freeze", "pack", "reason", "unpack"}
+    assert set(eq.sparse.__all__) == {"available", "describe", "freeze", "pack", "reason", "report", "unpack"}
     assert all(callable(getattr(eq.sparse, name)) for name in eq.sparse.__all__)
     assert eq.sparse.available() is (eq.sparse.reason() == "")
 

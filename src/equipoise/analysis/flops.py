@@ -185,11 +185,18 @@ def _attention(path: str, layer: nn.MultiheadAttention, arguments: Arguments, _:
     leaves = ["in_proj_weight"] * 3 if joint else [f"{letter}_proj_weight" for letter in "qkv"]
     for leaf, tensor, uses in zip(leaves, given, tokens, strict=True):
         flops = 2 * layer.embed_dim * tensor.shape[-1] * uses  # a third of a joint weight for each of the three
-        yield _Product(f"{path}{leaf}", "attention", getattr(layer, leaf), flops)
+        yield _projection(
+            f"{path}{leaf}", getattr(layer, leaf.removesuffix("_weight"), None), getattr(layer, leaf), flops
+        )
     keys = arguments["key"].shape[1 if layer.batch_first and arguments["key"].dim() == 3 else 0]
     yield _Product(f"{path}scores", "attention", None, 4 * tokens[0] * keys * layer.embed_dim)
     out = layer.out_proj.weight
-    yield _Product(f"{path}out_proj.weight", "attention", out, 2 * out.numel() * tokens[0])
+    yield _projection(f"{path}out_proj.weight", layer.out_proj, out, 2 * out.numel() * tokens[0])
+
+
+def _projection(name: str, layer: object, weight: Tensor, flops: int) -> _Product:
+    packed = layer if isinstance(layer, PackedLayer) else None
+    return _Product(name, "attention", weight if packed is None else packed.values, flops, packed)
 
 
 def _packed(path: str, layer: PackedLayer, arguments: Arguments, output: Tensor | Blocked) -> Iterator[_Product]:

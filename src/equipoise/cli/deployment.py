@@ -20,11 +20,12 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Argument(help="File to write, such as out.safetensors, out.onnx or out.c.")],
     values: Annotated[
-        str, typer.Option(help="Type of the weights: float32, int8 (packed, c) or bf16 (packed).")
-    ] = "float32",
+        str | None,
+        typer.Option(help="Type of the weights: float32 (default), int8 (packed, c) or bf16 (packed, 2:4)."),
+    ] = None,
     format_: Annotated[
         str | None,
-        typer.Option("--format", help="packed, c, onnx or state_dict (safetensors). Default: that of the suffix."),
+        typer.Option("--format", help="packed, 2:4 (for a GPU), c, onnx or state_dict. Default: that of the suffix."),
     ] = None,
     weights: Annotated[str, typer.Option(help="plain, bn_recalibrated or ema, see `equipoise eval`.")] = "plain",
     best: Best = False,

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from equipoise.studies.runner import Job
 
 
-def demo(out: Out = None, epochs: Annotated[int, typer.Option(min=1, help="Epochs per arm.")] = 10) -> None:
+def demo(
+    out: Out = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs per run.")] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per arm.")] = 3,
+) -> None:
     """Train dense, static, SET, RigL, AGENT and the fast recipe on the embedded digits: a table and a figure."""
     from equipoise.studies.demo import run_demo
 
-    run_demo(new_folder(out, "demo"), console, epochs)
+    run_demo(new_folder(out, "demo"), console, epochs, seeds)
 
 
 def study(

@@ -162,13 +162,18 @@ def evaluate(
         console.print(make_table(["", "accuracy", "loss", "images"], rows, title))
 
 
-def show(run: Annotated[Path, typer.Argument(help="Folder of a run, or of several runs, such as runs.")]) -> None:
+def show(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, or of several runs, such as runs.")],
+    html: Annotated[
+        bool, typer.Option("--html", help="Also write the run as a page, report.html in its folder.")
+    ] = False,
+) -> None:
     """Print the epochs and layers of a run, and draw its curves to curves.png in its folder; or list runs."""
     from equipoise.display.figures import draw_run
     from equipoise.display.tables import epochs_table, layers_table
     from equipoise.training import RunFolder
     from equipoise.training.run_folder import find_runs
-    from equipoise.training.run_list import runs_table
+    from equipoise.training.run_list import method_of, runs_table
 
     if not os.path.isfile(run / "recipe.yaml") and (runs := find_runs(run)):
         console.print(runs_table(runs, run))
@@ -182,10 +187,18 @@ def show(run: Annotated[Path, typer.Argument(help="Folder of a run, or of severa
         console.print(epochs_table(metrics, str(run)))
         if layers := (folder.result() or {}).get("layers"):
             console.print(layers_table(layers))
-        draw_run(metrics, run / "curves.png", str(run))
-    except (LookupError, TypeError, AttributeError) as error:
+        draw_run(metrics, run / "curves.png", f"{run.resolve().name}: {method_of(folder.recipe())}")
+    except UserError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{folder.metrics_file} was not written by equipoise: {error!r}") from None
     console.print(f"curves: {run / 'curves.png'}")
+    if html:
+        from equipoise.report import write_report
+
+        for problem in write_report(run, run / "report.html").problems:
+            console.print(problem)
+        console.print(f"page: {run / 'report.html'}")
 
 
 def _wait_for(folder: RunFolder) -> None:

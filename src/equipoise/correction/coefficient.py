@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from equipoise.catalogue import Catalogue
-from equipoise.correction.state import Stateful
+from equipoise.correction.state import Check, Stateful, count, number, optional, tensor
 from equipoise.errors import UserError
 
 Weight = float | Tensor  # one number, or one per parameter
@@ -187,7 +187,7 @@ class LossCoefficient(Coefficient):
     """ĉ = Cov(l(B|θ), l(B|θ̃)) / Var(l(B|θ̃)) over batch losses, c ← (1-α)c + α·ĉ, c₀ = 0."""
 
     needs_losses = True
-    saved = ("c", "estimate")
+    saved: ClassVar[Mapping[str, Check]] = {"c": number, "estimate": optional(number)}
 
     def __init__(self, options: Loss) -> None:
         self._options = options
@@ -216,7 +216,7 @@ class LossCoefficient(Coefficient):
 class PublishedCoefficient(Coefficient):
     """c ← (1-α)c + α at every refresh but the first one, c₀ = 0."""
 
-    saved = ("c", "refreshes")
+    saved: ClassVar[Mapping[str, Check]] = {"c": number, "refreshes": count}
 
     def __init__(self, options: AsPublished) -> None:
         self._smoothing = options.smoothing
@@ -243,7 +243,7 @@ class GradientCoefficient(Coefficient):
     """
 
     needs_gradients = True
-    saved = ("steps", "moments")
+    saved: ClassVar[Mapping[str, Check]] = {"steps": count, "moments": optional(tensor(2, -1))}
 
     def __init__(self, options: Gradient) -> None:
         self._options = options

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.checks import require_whole
 from equipoise.correction.accumulated import Accumulated
 from equipoise.correction.batches import Batches, LossFunction, as_tuple
 from equipoise.correction.coefficient import Linear, Weight
@@ -23,7 +24,7 @@ from equipoise.correction.model_runner import Runner
 from equipoise.correction.modes import MODES, TABLE_TYPES
 from equipoise.correction.probe import Decision, decide
 from equipoise.correction.snapshot import RandomState, without_trace
-from equipoise.correction.state import copy_state
+from equipoise.correction.state import copy_state, number
 from equipoise.errors import UserError
 from equipoise.shards import is_sharded
 from equipoise.topology import Algorithm, Topology
@@ -351,6 +352,7 @@ class Correction:
             self.mode.vector.load_state_dict(state["active_vector"])
         state = copy_state(state, self.device)
         self.steps, self.steps_since_refresh, self.refreshes, enabled = state["counters"]
+        require_whole(0, steps=self.steps, since=self.steps_since_refresh, refreshes=self.refreshes, enabled=enabled)
         self.enabled, self._training = bool(enabled), None
         self.passes.update(state["passes"])
         self.coefficient.load_state_dict(state["coefficient"])
@@ -358,6 +360,17 @@ class Correction:
         self._step.statistics.load_state_dict(state["statistics"])
         self._step.loss_pairs = [(new, old) for new, old in state["loss_pairs"]]
         self.decision = None if state["decision"] is None else Decision(*state["decision"])
+        self._check_loaded()
+
+    def _check_loaded(self) -> None:
+        """Refuse loaded numbers that the next step or the next report could not use."""
+        c = self.coefficient.value(0.0)
+        if isinstance(c, Tensor) and c.dim() and len(c) != len(self.runner.parameters):
+            raise UserError(f"the state has {len(c)} coefficients for {len(self.runner.parameters)} parameters")
+        if not all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in chain(*self._step.loss_pairs)):
+            raise UserError("the state has losses that are not single numbers")
+        if not all(map(number, self.decision or ())):
+            raise UserError("the state has a decision that is not made of numbers")
 
 
 def _check_whole(model: nn.Module) -> None:

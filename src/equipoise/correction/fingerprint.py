@@ -33,7 +33,8 @@ class Fingerprint(NamedTuple):
 
     def differs(self, other: Fingerprint) -> Tensor:
         """Return whether it is that of another batch, on the GPU if values are there; nothing waits for it."""
-        differs = torch.tensor(self.structure != other.structure, device="cpu")
+        shapes, others = ([value.shape for value in one.values] for one in (self, other))
+        differs = torch.tensor(self.structure != other.structure or shapes != others, device="cpu")
         if not differs:
             for ours, theirs in zip(self.values, other.values, strict=True):
                 device = ours.device if theirs.is_cpu else theirs.device

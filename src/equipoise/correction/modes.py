@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from equipoise.correction.active_vector import ActiveVector
 from equipoise.correction.estimator import ModeName, TableType
 from equipoise.correction.fingerprint import Fingerprint
 from equipoise.correction.snapshot import RandomState, Snapshot
-from equipoise.correction.state import Stateful
+from equipoise.correction.state import Check, Stateful, count, optional, tensor
 from equipoise.errors import UserError
+
+VECTOR = optional(tensor(-1))
 
 
 class OldGradient(NamedTuple):
@@ -81,12 +83,23 @@ class Mode(Stateful):
     def end_step(self, new: Tensor, delta: Tensor | None, index: int | None) -> None:
         """End a step, given its batch gradient and the correction that was added to it."""
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._check_lengths(getattr(self, name) for name, fits in self.saved.items() if fits is VECTOR)
+
+    def _check_lengths(self, vectors: Iterable[Tensor | None]) -> None:
+        """Refuse saved gradients of another number of weights than those of `vector`."""
+        size = 0 if self.vector is None else self.vector.size
+        for vector in vectors:
+            if vector is not None and len(vector) != size:
+                raise UserError(f"the state has an old gradient of {len(vector)} weights instead of {size}")
+
 
 class Recompute(Mode):
     """g_old by a second pass on the batch, g̃ by a full pass over all batches (the paper)."""
 
     full_pass = True
-    saved = ("mean",)
+    saved: ClassVar[Mapping[str, Check]] = {"mean": VECTOR}
 
     def reset(self) -> None:
         self.mean: Tensor | None = None  # the sum until the full pass ends
@@ -101,7 +114,8 @@ class Recompute(Mode):
         self.mean /= self.count  # the mean over batches of batch means
 
     def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
-        assert self.mean is not None
+        if self.mean is None:
+            raise UserError("the correction has no mean gradient; call refresh before the steps")
         loss, gradient = run()
         return OldGradient(gradient, self.mean, loss)
 
@@ -173,6 +187,11 @@ class Replay(Mode):
         self.reset()
         self.expected = [Fingerprint(structure, values) for structure, values in state["expected"]]
         self.rows, self.mean = list(state["rows"]), state["mean"]
+        if not all(map(tensor(-1), self.rows)) or not VECTOR(self.mean) or (self.mean is None) == bool(self.rows):
+            raise UserError("the state of the correction has a wrong table of old gradients")
+        if not len(self.rows) == len(self.expected) == len(state["randoms"]):
+            raise UserError("the state of the correction has old gradients without their batches")
+        self._check_lengths([self.mean, *self.rows])
         if self.mean is not None:
             self.randoms = [RandomState.of(cpu, cuda, self.mean.device) for cpu, cuda in state["randoms"]]
 
@@ -180,7 +199,7 @@ class Replay(Mode):
 class Running(Mode):
     """g_old by a second pass, g̃ by the mean of the earlier g_old since the refresh; there is no full pass."""
 
-    saved = ("mean", "count")
+    saved: ClassVar[Mapping[str, Check]] = {"mean": VECTOR, "count": count}
 
     def reset(self) -> None:
         self.mean: Tensor | None = None
@@ -198,7 +217,7 @@ class Running(Mode):
 class Previous(Mode):
     """MVR: g_old at the weights of the last step, g̃ by the corrected gradient of the last step."""
 
-    saved = ("estimate",)
+    saved: ClassVar[Mapping[str, Check]] = {"estimate": VECTOR}
 
     def reset(self) -> None:
         self.estimate: Tensor | None = None
@@ -240,10 +259,19 @@ class Previous(Mode):
         self.snapshot.take()
 
 
+def _numbered_vectors(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(count, value)) and all(map(tensor(-1), value.values()))
+
+
 class Table(Mode):
     """SAGA: the last gradient of each fixed batch, and the mean of all of them."""
 
-    saved = ("rows", "mean", "batches", "known")
+    saved: ClassVar[Mapping[str, Check]] = {
+        "rows": _numbered_vectors,
+        "mean": VECTOR,
+        "batches": count,
+        "known": VECTOR,
+    }
 
     def reset(self) -> None:
         self.rows: dict[int, Tensor] = {}
@@ -282,6 +310,10 @@ class Table(Mode):
             # The difference of stored rows keeps the mean equal to that of the table.
             self.mean = self.mean + (row.to(new.dtype) - self.rows[index].to(new.dtype)) / self.batches
         self.rows[index] = row
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._check_lengths(self.rows.values())
 
 
 def _finite_or(new: Tensor, old: Tensor | None) -> Tensor:

@@ -29,7 +29,15 @@ class RandomState:
 
     @classmethod
     def of(cls, cpu: Tensor, cuda: Tensor | None, device: torch.device) -> RandomState:
-        """Make it from a saved state."""
+        """Make it from a saved state.
+
+        Raises:
+            UserError: The state is not one of this generator.
+        """
+        try:
+            torch.Generator().set_state(cpu.cpu())
+        except (RuntimeError, TypeError) as error:
+            raise UserError(f"the state of the random number generator is damaged: {error}") from None
         new = object.__new__(cls)
         new._device, new._cpu, new._cuda = device, cpu.cpu(), None if cuda is None else cuda.cpu()
         return new

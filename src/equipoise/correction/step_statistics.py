@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from equipoise.correction.state import Stateful
+from equipoise.correction.state import Check, Stateful, count, optional, tensor
 
 
 class StepStatistics(Stateful):
@@ -16,7 +19,11 @@ class StepStatistics(Stateful):
     the same masks: a change of the masks begins a new segment, and the variances of the segments are pooled.
     """
 
-    saved = ("steps", "made_at", "segment", "scalars", "sums")
+    saved: ClassVar[Mapping[str, Check]] = {
+        **dict.fromkeys(("steps", "made_at", "segment"), count),
+        "scalars": optional(tensor(4)),
+        "sums": optional(tensor(2, -1)),
+    }
 
     def __init__(self) -> None:
         self.steps = 0
@@ -52,7 +59,7 @@ class StepStatistics(Stateful):
         self._end_segment()
         steps, scalars = self.steps, self.scalars
         self.steps, self.scalars = 0, None
-        if scalars is None:
+        if scalars is None or not steps:
             return {"corrected_steps": 0.0}
         weight, norm, variance, left = scalars.tolist()
         result = {"corrected_steps": float(steps), "weight": weight / steps, "correction_norm": norm / steps}

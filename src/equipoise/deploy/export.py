@@ -17,6 +17,7 @@ from equipoise.deploy.c_source import VALUE_TYPES, write_c
 from equipoise.deploy.coding import VALUES
 from equipoise.deploy.fold import fold
 from equipoise.deploy.packed_file import write_packed, written
+from equipoise.deploy.two_to_four import check_gpu, write_semi_structured
 from equipoise.errors import UserError
 from equipoise.scores import SCORES
 
@@ -35,12 +36,20 @@ def write_state_dict(network: Network, path: Path) -> None:
 
 
 FORMATS: Catalogue[Callable[..., None]] = Catalogue(
-    "format", {"packed": write_packed, "c": write_c, "onnx": write_onnx, "state_dict": write_state_dict}
+    "format",
+    {
+        "packed": write_packed,
+        "2:4": write_semi_structured,
+        "c": write_c,
+        "onnx": write_onnx,
+        "state_dict": write_state_dict,
+    },
 )
-VALUES_OF = {"packed": tuple(VALUES), "c": tuple(VALUE_TYPES)}  # formats that store more than float32
+# Types of the weights that formats store, if not only float32; the first is the default
+VALUES_OF = {"packed": tuple(VALUES), "2:4": ("bf16",), "c": tuple(VALUE_TYPES)}
 
 
-SUFFIXES = {".safetensors": ("packed", "state_dict"), ".onnx": ("onnx",), ".c": ("c",)}
+SUFFIXES = {".safetensors": ("packed", "state_dict", "2:4"), ".onnx": ("onnx",), ".c": ("c",)}
 """The formats that files of a suffix have; the first is the default."""
 
 
@@ -63,14 +72,17 @@ def format_of(path: Path, form: str | None = None) -> str:
     return "packed" if known is None else known[0]
 
 
-def export(network: Network, path: Path, form: str = "packed", values: str = "float32", force: bool = False) -> None:
+def export(
+    network: Network, path: Path, form: str = "packed", values: str | None = None, force: bool = False
+) -> None:
     """Write a network to a file, whole or not at all.
 
     Args:
         network: The network.
         path: The file.
-        form: `packed`, `c`, `onnx` or `state_dict`.
-        values: Type of the weights: `float32`; `int8` for packed files and C source; `bf16` for packed files.
+        form: `packed`, `2:4`, `c`, `onnx` or `state_dict`.
+        values: Type of the weights: `float32`, the default; `int8` for packed files and C source; `bf16` for packed
+            files and `2:4`, which has no other.
         force: Whether to overwrite an existing file.
 
     Raises:
@@ -78,16 +90,18 @@ def export(network: Network, path: Path, form: str = "packed", values: str = "fl
     """
     check_request(path, form, values, force=force)
     with written(path) as temporary:
-        FORMATS[form](network, temporary, *([values] if form in VALUES_OF else []))
+        FORMATS[form](network, temporary, *([values or VALUES_OF[form][0]] if form in VALUES_OF else []))
 
 
 def check_request(
-    path: Path, form: str = "packed", values: str = "float32", weights: str = "plain", force: bool = False
+    path: Path, form: str = "packed", values: str | None = None, weights: str = "plain", force: bool = False
 ) -> None:
     """Raise a `UserError` for a request that cannot be fulfilled, before any work is done for it."""
-    FORMATS[form], VALUES[values]
-    if values not in (stored := VALUES_OF.get(form, ("float32",))):
-        raise UserError(f"{form} stores {' or '.join(stored)}; only the packed format has {values} values")
+    FORMATS[form]
+    if values is not None and VALUES[values] and values not in (stored := VALUES_OF.get(form, ("float32",))):
+        raise UserError(f"{form} stores {' or '.join(stored)}; --format packed has {values} values")
+    if form == "2:4":
+        check_gpu()
     if form == "onnx":
         onnx_model.check_installed()
     check_weights(weights)

@@ -17,7 +17,8 @@ from equipoise.kernels.blocked import as_float32, from_blocked, to_blocked
 from equipoise.kernels.library import LANES, available
 from equipoise.kernels.steps import FEW, most_blocks, round_up
 from equipoise.storage.blocked_graph import BLOCKED, blocked_graph
-from equipoise.storage.pack import dense_layers, use_blocked_norms
+from equipoise.storage.choice import dense_layers
+from equipoise.storage.pack import use_blocked_norms
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
 from equipoise.storage.shortcut import Plan, Run, Shortcut
 from equipoise.storage.trace import Reading, read
@@ -73,7 +74,7 @@ def _is_blocked(node: Node, model: nn.Module) -> bool:
         return node.target in BLOCKED
     module = model.get_submodule(str(node.target))
     inputs = [argument for argument in node.args if isinstance(argument, Node)]
-    packed = isinstance(module, BlockedBatchNorm) or (isinstance(module, PackedLayer) and not module.dense)
+    packed = isinstance(module, BlockedBatchNorm) or (isinstance(module, PackedLayer) and not module.dense_in_blocks)
     return packed and inputs[0].target is not from_blocked
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from equipoise.deploy.custom import read_custom
 from equipoise.deploy.frozen import freeze, is_frozen
 from equipoise.deploy.packed_file import read_packed
+from equipoise.deploy.two_to_four import convert
 from equipoise.errors import UserError
 from equipoise.kernels.library import available
 from equipoise.storage.pack import pack_masks
@@ -23,14 +24,15 @@ from equipoise.storage.packed_modules import packed
 def load(
     path: str | os.PathLike[str], dense: bool = False, into: nn.Module | None = None, allow_code: bool = False
 ) -> nn.Module:
-    """Load a network for inference, in eval mode on the CPU.
+    """Load a network for inference, in eval mode on the CPU, or on the GPU if it was exported with `--format 2:4`.
 
     Sparse layers run on the kernels, dense layers at the ends of the network on torch. If dense layers are faster, or
-    the kernels are not available, all layers are torch's. The file contains no code.
+    the kernels are not available, all layers are torch's. A network of `--format 2:4` takes and returns bf16 on the
+    GPU. The file contains no code.
 
     Args:
         path: A file that `equipoise export` or `equipoise.save` wrote.
-        dense: Whether to use torch's layers only.
+        dense: Whether to use torch's layers only, on the CPU.
         into: For a file of `equipoise.save`, the custom model as it was before packing. It is copied.
         allow_code: Whether to import a custom model that the file names, such as `package.nets:Net`.
 
@@ -41,8 +43,13 @@ def load(
         model = read_custom(Path(path), into)
         # in another layout a custom forward may fail (`view`), or change a flattened copy in place
         return model if dense else with_kernels(model, torch.preserve_format)
-    model = read_packed(Path(path), allow_code).model
-    network = model if dense else with_kernels(model)
+    found = read_packed(Path(path), allow_code)
+    if dense:
+        network = found.model
+    elif found.semi_structured:
+        network = convert(found.model, found.semi_structured)
+    else:
+        network = with_kernels(found.model)
     network.register_forward_pre_hook(refuse_integers)
     return network
 
@@ -82,7 +89,7 @@ def sparse_masks(model: nn.Module) -> dict[str, Tensor]:
         if name and isinstance(weight, Tensor) and weight.dim() > 1 and _fits(layer, uses):
             mask = weight != 0
             sparse = packed(layer, mask)
-            if sparse is not None and not sparse.dense:
+            if sparse is not None and not sparse.dense_in_blocks:
                 masks[f"{name}.weight"] = mask
     return masks
 

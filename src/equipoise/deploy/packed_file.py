@@ -10,7 +10,7 @@ has them (see `coding`). Reading a file executes no code from it: the model is l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ class Header:
         program: The calls of the network for the runtime without torch, see `Calls`; `None` if it has operations that
             the runtime does not have.
         digest: Checksum of everything else in the file.
+        semi_structured: Names of the layers that run with semi-structured tensors on a GPU.
     """
 
     version: int
@@ -55,6 +56,7 @@ class Header:
     folded: Mapping[str, str]
     program: Mapping[str, Any] | None = None
     digest: str = ""
+    semi_structured: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -66,21 +68,24 @@ class Unpacked:
         model: The dense model in eval mode, with its norms folded.
         folded: Names of folded norms, and of the layers they were folded into.
         stored: Values and scales in the file.
+        semi_structured: Names of the layers that run with semi-structured tensors on a GPU; empty for a CPU.
     """
 
     blueprint: Blueprint
     model: nn.Module
     folded: Mapping[str, str]
     stored: int
+    semi_structured: Sequence[str] = ()
 
 
-def write_packed(network: Network, path: Path, values: str = "float32") -> None:
+def write_packed(network: Network, path: Path, values: str = "float32", semi_structured: Sequence[str] = ()) -> None:
     """Write a network to a packed file.
 
     Args:
         network: Blueprint and state_dict.
         path: The file.
         values: Type of the weights: `float32`, `bf16` or `int8`. Biases and norms are always float32.
+        semi_structured: Names of the layers that run with semi-structured tensors on a GPU.
 
     Raises:
         UserError: If the weights do not fit the model or are not finite.
@@ -90,13 +95,15 @@ def write_packed(network: Network, path: Path, values: str = "float32") -> None:
         raise UserError(f'"{foreign[0]}" is a buffer, which packed files do not store; use --format state_dict')
     folded = fold(model)
     program, tensors = _program(model, network.blueprint.input_shape)
-    header = Header(VERSION, network.blueprint, folded, program)
+    header = asdict(Header(VERSION, network.blueprint, folded, program, semi_structured=semi_structured))
+    if not semi_structured:
+        del header["semi_structured"]  # other files stay as they were
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             tensors[name] = parameter.detach().clone()
         else:
             tensors |= {f"{name}/{part}": tensor for part, tensor in encode(parameter, values).items()}
-    write_file(path, KEY, asdict(header), tensors)
+    write_file(path, KEY, header, tensors)
 
 
 def _program(model: nn.Module, input_shape: tuple[int, ...]) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
@@ -221,7 +228,8 @@ def _unpack(header: Header, tensors: Mapping[str, Tensor]) -> Unpacked:
         if "/" not in key and (tensor.dtype is not torch.float32 or not tensor.isfinite().all()):
             raise UserError(f'"{key}" is {tensor.dtype}; biases and norms are finite float32')
     weights = decode_all(tensors, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
-    return Unpacked(blueprint, blueprint.fill(model, weights), header.folded, stored_values(tensors))
+    model = blueprint.fill(model, weights)
+    return Unpacked(blueprint, model, header.folded, stored_values(tensors), header.semi_structured)
 
 
 def stored_values(tensors: Mapping[str, Tensor]) -> int:

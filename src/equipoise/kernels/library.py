@@ -11,7 +11,7 @@ from typing import Any
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 5  # EQ_ABI in kernels.h
+ABI = 6  # EQ_ABI in kernels.h
 LANES = 16  # words of 4 bytes side by side: the numbers of 16 images in float32, of 32 in bf16
 CHUNK = 64  # of tokens, in linear.c
 
@@ -63,6 +63,8 @@ class Step(ctypes.Structure):
         ("pool", c_int32),
         ("taps", c_void_p),
         ("start", c_void_p),
+        ("offset", c_void_p),
+        ("weights", c_void_p),
         ("blocks", c_int64),
         ("reach", c_int64),
         ("scale", c_void_p),
@@ -81,6 +83,11 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_linear_grad": [c_void_p, c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, c_int32],
     "eq_pattern": [c_int64, *[c_void_p] * 7],
     "eq_offsets": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p],
+    "eq_find_blocks": [c_int64, *[c_void_p] * 6],
+    "eq_block_weights": [c_int64, c_int64, *[c_void_p] * 4, c_int32],
+    "eq_block_conv": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_int64, c_void_p, c_int32, c_int32],
+    "eq_block_input_grad": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, c_int32],
+    "eq_block_grad": [_MAP, _MAP, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32],
     "eq_weights": [c_int64, c_void_p, c_void_p, c_void_p],
     "eq_norm": [POINTER(Norm), c_int32],
     "eq_norm_grad": [POINTER(Norm), c_int32],
@@ -89,6 +96,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 }
 # Functions that return whether they ran out of memory
 _ALLOCATING = {"eq_conv", "eq_conv_grad", "eq_linear", "eq_linear_grad", "eq_pattern"}
+_RESULTS = {"eq_find_blocks": c_int64}
 
 
 @functools.cache
@@ -119,7 +127,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         raise build.Unavailable(f"{path.name} was built from another version of equipoise: build the package again")
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, _RESULTS.get(name)
         if name in _ALLOCATING:
             function.restype = _check_memory
     return loaded

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_weight
 
 from equipoise.errors import UserError
-from equipoise.kernels import arena, boundary, library
+from equipoise.kernels import arena, block_conv, boundary, library
 from equipoise.kernels.blocked import Blocked, unblock
 from equipoise.kernels.geometry import NO_BORDER, Border, ConvShape, check_pool
 from equipoise.kernels.library import LANES, Map, Norm
@@ -51,8 +51,12 @@ def input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, b
     The forward kernel runs on the transposed pattern, once for each phase of the stride.
     """
     shape = pattern.shape
-    dy = arena.with_border(dy, shape.grad_border((size[2], size[3])))
+    if pattern.blocks is not None and not boundary.is_half(dy):
+        dx = arena.take((size[0], size[1], size[2], size[3]), block_conv.spread((size[2], size[3]), border))
+        block_conv.input_grad(arena.with_border(dy, NO_BORDER), dx, values, pattern.blocks)
+        return dx
     dx = arena.take((size[0], size[1], size[2], size[3]), border, dy.dtype)
+    dy = arena.with_border(dy, shape.grad_border((size[2], size[3])))
     with pattern.lend(transposed=True) as taps:
         taps.load(values, *boundary.plane_steps(dy))
         for phase in range(taps.sorted.phases):
@@ -92,6 +96,8 @@ def weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[Te
     count, channels = pattern.index.numel(), pattern.shape.out_channels
     dvalues = torch.empty(count)
     dbias = torch.empty(channels) if bias else None
+    if pattern.blocks is not None and not boundary.is_half(x):
+        return block_conv.weight_grad(x, dy, dbias, pattern.blocks), dbias
     with pattern.lend() as taps:
         taps.set_steps(*boundary.plane_steps(x))
         library.load().eq_conv_grad(
@@ -134,9 +140,12 @@ class _Conv(torch.autograd.Function):
         x = arena.with_border(x, shape.padding)
         y = arena.take((x.shape[0], shape.out_channels, *shape.output((x.shape[2], x.shape[3]))), border, x.dtype)
         vector = boundary.as_vector(bias, shape.out_channels, "bias")
-        with pattern.lend() as taps:
-            taps.load(values, *boundary.plane_steps(x))
-            _run_conv(x, y, shape.stride, taps, vector)
+        if pattern.blocks is not None and not boundary.is_half(x):
+            block_conv.forward(x, y, values, vector, pattern.blocks)
+        else:
+            with pattern.lend() as taps:
+                taps.load(values, *boundary.plane_steps(x))
+                _run_conv(x, y, shape.stride, taps, vector)
         ctx.save_for_backward(x, values)
         ctx.pattern, ctx.has_bias, ctx.grad_border, ctx.images = pattern, bias is not None, grad_border, images
         ctx.probe_shape = None if probe is None else probe.shape

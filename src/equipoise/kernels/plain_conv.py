@@ -1,7 +1,8 @@
 """Sparse convolution of plain images, as PyTorch operators in the namespace `equipoise`.
 
-Eager models keep activations in the blocked layout from layer to layer (`operators.py`). torch.compile cannot follow
-that layout. It calls these operators, which convert images to the blocked layout and back.
+Eager models keep activations in the blocked layout from layer to layer (`operators.py`). The compiler of torch cannot
+follow that layout. Exported programs, and compiled models whose layers run one by one, call these operators, which
+convert images to the blocked layout and back.
 """
 
 from __future__ import annotations

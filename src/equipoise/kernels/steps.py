@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from equipoise.errors import UserError
 from equipoise.kernels import library
+from equipoise.kernels.blocks import find
 from equipoise.kernels.geometry import NO_BORDER, Border, ConvShape, Pair, check_pool, source_block
 from equipoise.kernels.huge_pages import FLOAT, Floats, Slab
 from equipoise.kernels.library import LANES, Map, Step
 from equipoise.kernels.planes import COLUMNS, Planes, address, vector
 
-CONV, PLANE, POOL, COPY = range(4)  # the kinds of program.c
+CONV, PLANE, POOL, COPY, BLOCKS = range(5)  # the kinds of program.c
 FEW = 8  # fewer images run faster plane by plane than side by side
 # Limits of the images that run through the whole network together. Many images share large steps and wake threads
 # seldom, but every step has a separate buffer: no more than those of 128 small images.
@@ -274,20 +275,32 @@ class KernelSteps:
         if last >= 2**31 or low < -(2**31):
             raise UserError("the activation of one block of images is too large for the kernels (2^31 values)")
         maps = (x.described_source(y, stride, (low, last)), y.described(whole_vectors=self.lanes == 1))
-        taps, start = sorted_taps(shape, index, values, x.steps[1], offsets, one_block=self.lanes == 1)
         bias = vector(bias, shape.out_channels, "bias")
+        index = checked_index(shape, index)
+        found = find(shape, index)
+        if found is not None:
+            kind, kernel = BLOCKS, found.kernel
+            arrays = {
+                "start": found.start,
+                "offset": found.offsets(x.steps[1], offsets),
+                "weights": found.weights(values),
+            }
+        else:
+            taps, start = sorted_taps(shape, index, values, x.steps[1], offsets, one_block=self.lanes == 1)
+            kind, kernel = CONV, (len(start) - 1) // max(1, shape.out_channels)
+            arrays = {"taps": taps, "start": start}
+        fields: dict[str, Any] = {name: address(array) for name, array in arrays.items()}
         self._add(
-            CONV,
+            kind,
             x,
             y,
-            keep=[taps, start, bias],
+            keep=[*arrays.values(), bias],
             maps=maps,
-            taps=address(taps),
-            start=address(start),
-            blocks=(len(start) - 1) // max(1, shape.out_channels),
+            blocks=kernel,
             reach=high,
             shift=address(bias),
             relu=relu,
+            **fields,
         )
         return y
 
@@ -326,6 +339,17 @@ def _tap_offsets(shape: ConvShape, row_step: int, column_step: int) -> NDArray[n
     return np.asarray(rows[:, None] * row_step + columns * column_step, np.int64).ravel()
 
 
+def checked_index(shape: ConvShape, index: NDArray[Any]) -> NDArray[np.int32]:
+    """Return indices of active weights as int32.
+
+    Raises:
+        UserError: If the weight does not have these indices.
+    """
+    if len(index) and (index[0] < 0 or index[-1] >= shape.weight_numel or (index[1:] <= index[:-1]).any()):
+        raise UserError(f"index must be ascending, and below the {shape.weight_numel} elements of the weight")
+    return np.ascontiguousarray(index, np.int32)
+
+
 def sorted_taps(
     shape: ConvShape,
     index: NDArray[Any],
@@ -338,7 +362,7 @@ def sorted_taps(
 
     Args:
         shape: The convolution.
-        index: Ascending flat indices of the active weights.
+        index: Ascending flat indices of the active weights, checked.
         values: The active weights.
         channel_step: Floats from one input channel to the next.
         offsets: Offset of each position of the kernel.
@@ -346,14 +370,8 @@ def sorted_taps(
 
     Returns:
         The pairs, and for each block and output channel the number of the first pair.
-
-    Raises:
-        UserError: If the weight does not have these indices.
     """
-    index = index.astype(np.int64)
-    weights = vector(values, len(index), "values")
-    if len(index) and (index[0] < 0 or index[-1] >= shape.weight_numel or (index[1:] <= index[:-1]).any()):
-        raise UserError(f"index must be ascending, and below the {shape.weight_numel} elements of the weight")
+    index, weights = index.astype(np.int64), vector(values, len(index), "values")
     rows, inputs = shape.out_channels, shape.in_channels // shape.groups
     block = max(1, shape.in_channels) if one_block else source_block(shape.in_channels, rows, len(index))
     blocks = -(-shape.in_channels // block)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from equipoise.errors import UserError
-from equipoise.kernels import library
+from equipoise.kernels import blocks, library
 from equipoise.kernels.boundary import address, as_vector
 from equipoise.kernels.geometry import ConvShape, Pair, source_block
 from equipoise.kernels.library import LANES
@@ -166,6 +166,9 @@ class Pattern:
         shape: The convolution.
         index: Ascending flat indices of the active weights; copied.
 
+    Attributes:
+        blocks: The active weights as blocks of 16 outputs x 1 input; `None` if they do not form such blocks.
+
     Raises:
         UserError: If the weight does not have these indices.
     """
@@ -175,6 +178,7 @@ class Pattern:
         check_index(index, shape.weight_numel)  # of the copy: another thread may change the original
         self.shape, self.index = shape, index.to(torch.int32)
         self._pools: dict[bool, Pool[Taps]] = {}
+        self.blocks = blocks.find(shape, self.index.numpy())
 
     def fits(self, index: Tensor) -> bool:
         """Return whether this is the pattern of `index`, by value: a snapshot puts other indices into one tensor."""

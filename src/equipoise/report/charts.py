@@ -1,35 +1,48 @@
-"""The data that the page's script draws: curves over epochs or cost, bars of cost, dots of layer densities."""
+"""The data of the curves that the page's script draws, over epochs or cost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from equipoise.report.words import gain_of, value_of
 from equipoise.scores import ALL_SCORES
-from equipoise.studies.compare import AXES, Spread, cost_per_epoch, curve, spread
+from equipoise.studies.compare import AXES, Spread, curve, spread
 from equipoise.studies.results import Epoch, Result, Study
 
 Pick = Callable[[Epoch], float | None]
-Number = Callable[[Result], float | None]
 Chart = dict[str, Any]
+COEFFICIENTS = {"c": "c", "ĉ": "c_hat", "weight γc": "weight"}
+WEIGHTS = {"explored": "exploration", "active": "density"}
+MEASURED = {"correlation": "correlation", "c*": "c_star", "ĉ": "c_hat", "variance": "variance"}
+
+
+def costs_of(study: Study) -> list[dict[int, list[float | None]]]:
+    """Return the gradient evaluations and the seconds of each arm by epoch, averaged over seeds."""
+    lines = [curve(results, lambda epoch: epoch.epoch) for results in study.results.values()]
+    return [{round(p.y.mean): [_short(p.x[axis]) for axis in AXES[1:]] for p in line} for line in lines]
 
 
 def charts_of(study: Study) -> list[Chart]:
-    """Return every chart that a study has data for."""
+    """Return the curves that a study has data for.
+
+    A chart has a title, a finding, the form of its numbers (`percent`, `points` or `number`; after `log` with a
+    logarithmic axis), and views, of which the page shows one at a time.
+    """
     split = next((r.epochs[-1].split for rs in study.results.values() for r in rs), "test")
     accuracy = {label: _entry("scores", score) for score, label in ALL_SCORES.items()}
-    correction = {"c": "c", "ĉ": "c_hat", "weight γc": "weight", "variance left": "variance_left"}
-    training = {"loss": "train_loss", "explored": "exploration", "density": "density"}
-    measured = {"correlation": "correlation", "c*": "c_star", "ĉ": "c_hat", "variance": "variance"}
+    coefficients = {label: _entry("correction", key) for label, key in COEFFICIENTS.items()}
+    variance = {"variance left": _entry("correction", "variance_left")}
+    measured = {label: _entry("measured", key) for label, key in MEASURED.items()}
     found = [
         _lines(study, f"Accuracy on {split} images", "percent", accuracy),
         _gains(study, "Gain in accuracy at equal epochs, in points", accuracy),
-        _bars(study, "Cost", COSTS),
-        _lines(study, "Correction", "number", {k: _entry("correction", v) for k, v in correction.items()}),
-        _lines(study, "Training", "number", {k: _field(v) for k, v in training.items()}),
-        _lines(study, "Gradients during training", "number", {k: _entry("measured", v) for k, v in measured.items()}),
-        _bars(study, "Gradients at the final weights", MEASURED),
-        _dots(study),
+        _lines(study, "Weight of the correction", "number", coefficients),
+        _lines(study, "Variance left by the correction", "log percent", variance),
+        _lines(study, "Training loss", "log number", {"loss": _field("train_loss")}),
+        _lines(study, "Active and explored weights", "percent", {name: _field(key) for name, key in WEIGHTS.items()}),
+        _lines(study, "Gradients during training", "number", measured),
     ]
     return [chart for chart in found if chart is not None]
 
@@ -42,19 +55,15 @@ def _field(name: str) -> Pick:
     return lambda epoch: getattr(epoch, name)
 
 
-# Curves
-
-
 def _lines(study: Study, title: str, form: str, views: Mapping[str, Pick]) -> Chart | None:
-    """Return curves with bands over seeds. A point is [epochs, evaluations, seconds, mean, std or null]."""
+    """Return curves with bands over seeds. A point is [epoch, mean, std or null]."""
     points = {
         label: [
-            [[*(_short(p.x[axis]) for axis in AXES), *_pair(p.y)] for p in curve(results, pick)]
-            for results in study.results.values()
+            [[_short(p.x["epochs"]), *_pair(p.y)] for p in curve(results, pick)] for results in study.results.values()
         ]
         for label, pick in views.items()
     }
-    return _curves({"kind": "lines", "title": title, "form": form}, points)
+    return _curves({"title": title, "form": form}, points, dict(enumerate(study.results)))
 
 
 def _gains(study: Study, title: str, views: Mapping[str, Pick]) -> Chart | None:
@@ -76,21 +85,32 @@ def _gains(study: Study, title: str, views: Mapping[str, Pick]) -> Chart | None:
     }
     drawn = [i for i in range(len(arms)) if any(found[i] for found in points.values())]
     names = {i: f"{arms[i]} - {pairs[arms[i]]}" for i in drawn}
-    return _curves({"kind": "lines", "title": title, "form": "points", "names": names}, points)
+    return _curves({"title": title, "form": "points", "names": names}, points, names)
 
 
-def _curves(chart: Chart, points: Mapping[str, Sequence[Sequence[Any]]]) -> Chart | None:
-    """Add views to a chart from points by view and arm; `None` if there are no points."""
+def _curves(chart: Chart, points: Mapping[str, Sequence[Sequence[Any]]], names: Mapping[int, str]) -> Chart | None:
+    """Add views, from points by view and arm, and the finding to a chart; `None` if there are no points."""
     views = [
         {"label": label, "series": [{"arm": i, "points": line} for i, line in enumerate(lines) if line]}
         for label, lines in points.items()
         if any(lines)
     ]
-    return {**chart, "views": views} if views else None
+    return {**chart, "finding": _finding(views[0], chart["form"], names), "views": views} if views else None
+
+
+def _finding(view: Mapping[str, Any], form: str, names: Mapping[int, str]) -> str:
+    """Return the last values of a view: of one or two curves both, of more the lowest and the highest."""
+    ends = [(mean, std, names[line["arm"]]) for line in view["series"] for _, mean, std in line["points"][-1:]]
+    if len(ends) > 2:
+        ends = [min(ends), max(ends)]
+    forms = {"number": partial(value_of, ""), "points": partial(gain_of, "accuracy")}
+    write = forms.get(form.removeprefix("log "), partial(value_of, "accuracy"))
+    texts = [f"{name} {write(Spread(mean, std, 1))}" for mean, std, name in ends]
+    return f"{view['label']}, at the end: {(' to ' if len(view['series']) > 2 else ', ').join(texts)}"
 
 
 def _differences(ours: Sequence[Result], theirs: Sequence[Result], pick: Pick) -> list[list[float | None]]:
-    """Return [epoch, null, null, mean, std or null] for each epoch that all pairs have."""
+    """Return [epoch, mean, std or null] for each epoch that all pairs have."""
     others = {result.seed: result for result in theirs}
     pairs = [(result, others[result.seed]) for result in ours if result.seed in others]
     if not pairs or any(a.epochs[-1].epoch != b.epochs[-1].epoch for a, b in pairs):
@@ -103,79 +123,11 @@ def _differences(ours: Sequence[Result], theirs: Sequence[Result], pick: Pick) -
             if a is not None and b is not None:
                 by_epoch.setdefault(epoch.epoch, []).append(a - b)
     spreads = {epoch: spread(found) for epoch, found in sorted(by_epoch.items()) if len(found) == len(pairs)}
-    return [[epoch, None, None, *_pair(found)] for epoch, found in spreads.items() if found is not None]
+    return [[epoch, *_pair(found)] for epoch, found in spreads.items() if found is not None]
 
 
 def _pair(found: Spread) -> list[float | None]:
     return [_short(found.mean), _short(found.std)]
-
-
-# Bars
-
-
-def _seconds_per_epoch(result: Result) -> float | None:
-    last = result.epochs[-1]
-    return None if last.seconds is None else last.seconds / last.epoch
-
-
-def _gigabytes(result: Result) -> float | None:
-    peaks = [epoch.peak_memory for epoch in result.epochs if epoch.peak_memory is not None]
-    return max(peaks) / 1e9 if peaks else None
-
-
-def _measured(key: str) -> Number:
-    return lambda result: result.measured.get(key)
-
-
-COSTS: dict[str, Number] = {
-    "gradient evaluations per epoch, SGD = 1": cost_per_epoch,
-    "training seconds per epoch": _seconds_per_epoch,
-    "peak memory, GB": _gigabytes,
-}
-MEASURED: dict[str, Number] = {
-    "variance of the mini-batch gradient": _measured("variance"),
-    "correlation after noise on the active weights": _measured("correlation"),
-    "correlation after noise on all weights, inactive ones too": _measured("correlation everywhere"),
-    "best coefficient c*": _measured("c_star"),
-}
-
-
-def _bars(study: Study, title: str, views: Mapping[str, Number]) -> Chart | None:
-    """Return one bar per quantity and arm: [arm, mean, std or null]."""
-    groups = []
-    for label, pick in views.items():
-        rows = []
-        for i, results in enumerate(study.results.values()):
-            found = spread([value for result in results if (value := pick(result)) is not None])
-            rows += [] if found is None else [[i, *_pair(found)]]
-        groups += [{"label": label, "rows": rows}] if rows else []
-    return {"kind": "bars", "title": title, "groups": groups} if groups else None
-
-
-# Dots
-
-
-def _dots(study: Study) -> Chart | None:
-    """Return the density of each layer. Arms with the same densities share their dots."""
-    sizes: dict[str, int] = {}
-    for results in study.results.values():
-        sizes |= {name: size for result in results for name, (size, _) in result.layers.items()}
-    series: list[dict[str, Any]] = []
-    for i, results in enumerate(study.results.values()):
-        densities = [_density(results, name) for name in sizes]
-        same = next((s for s in series if s["densities"] == densities), None)
-        if same is not None:
-            same["arms"].append(i)
-        elif any(density is not None for density in densities):
-            series.append({"arms": [i], "densities": densities})
-    layers = [[name, size] for name, size in sizes.items()]
-    return {"kind": "dots", "title": "Density by layer", "layers": layers, "series": series} if series else None
-
-
-def _density(results: Sequence[Result], layer: str) -> float | None:
-    """Return the mean over seeds."""
-    pairs = [result.layers[layer] for result in results if layer in result.layers]
-    return _short(sum(active / size for size, active in pairs) / len(pairs)) if pairs else None
 
 
 def _short(value: float | None) -> float | None:

@@ -8,19 +8,26 @@ import json
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from equipoise.errors import UserError
 from equipoise.files import write_whole
-from equipoise.report.charts import Chart, charts_of
+from equipoise.report.charts import Chart, charts_of, costs_of
 from equipoise.report.html_tables import arms_table, badge_of, claim_item, comparison_table, paper_table, tallies
 from equipoise.report.markup import Markup, embedded_json, join, raw, tag
-from equipoise.report.six_claims import judge_claims
-from equipoise.report.waterfall import PAPER, draw, waterfall
+from equipoise.report.reproduction import paper_studies
+from equipoise.report.row_charts import row_charts_of
+from equipoise.report.six_claims import JudgedClaim, judge_claims
+from equipoise.report.summary import summary
+from equipoise.report.waterfall import draw, gaps_of
 from equipoise.report.words import UNTIMED, plural
 from equipoise.studies.metrics import WINDOW
 from equipoise.studies.reading import read_results
 from equipoise.studies.results import Reading, Result, Study
 from equipoise.studies.verdict import FEWEST, judge
+
+STYLES = ("vendor/uPlot.min.css", "report.css")
+SCRIPTS = ("vendor/uPlot.iife.min.js", "report.js")
 
 
 def write_report(folder: Path, out: Path) -> Reading:
@@ -46,38 +53,49 @@ def make_page(reading: Reading, name: str) -> str:
     """Return the HTML of what was read; `name` is the title of a page with several studies."""
     charts = [charts_of(study) for study in reading.studies]
     package = resources.files("equipoise.report")
-    style, script = ((package / file).read_text(encoding="utf-8") for file in ("report.css", "report.js"))
+    styles, scripts = (
+        [(package / file).read_text(encoding="utf-8") for file in files] for files in (STYLES, SCRIPTS)
+    )
     title = reading.studies[0].title if len(reading.studies) == 1 else name.capitalize()
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(styles, scripts)),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", f"{title} · equipoise"),
-        raw("style", style),
+        [raw("style", style) for style in styles],
     )
     sections = [_study(i, study, charts[i], len(reading.studies) == 1) for i, study in enumerate(reading.studies)]
-    claims = _claims(reading.studies)
+    claims, links = _claims(reading.studies), _links(reading.studies)
+    six = _six_claims(reading.studies)
     body = tag(
         "body",
         _masthead(reading, title),
         tag(
             "main",
-            [six, *sections, claims] if (six := _six_claims(reading.studies)) else [claims, *sections],
+            [six, links, *sections, claims] if six else [links, claims, *sections],
             _problems(reading.problems),
             _method(),
         ),
-        embedded_json([{"arms": [*s.results], "charts": charts[i]} for i, s in enumerate(reading.studies)], "data"),
-        raw("script", script),
+        embedded_json([_data(study, charts[i]) for i, study in enumerate(reading.studies)], "data"),
+        [raw("script", script) for script in scripts],
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _policy(style: str, script: str) -> str:
-    """Allow nothing but the style and script of the page itself."""
-    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
-    return f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'"
+def _data(study: Study, charts: Sequence[Chart]) -> dict[str, Any]:
+    return {"arms": [*study.results], "costs": costs_of(study), "charts": charts}
+
+
+def _policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
+    """Allow nothing but the styles and scripts of the page itself."""
+
+    def sources(texts: Sequence[str]) -> str:
+        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return f"default-src 'none'; style-src {sources(styles)}; script-src {sources(scripts)}"
 
 
 def _masthead(reading: Reading, title: str) -> Markup:
@@ -87,15 +105,19 @@ def _masthead(reading: Reading, title: str) -> Markup:
     facts += [plural(runs, "run")]
     facts += [f"{plural(len(reading.problems), 'note')} on missing or unusable results"] if reading.problems else []
     facts += _environments([r for study in studies for results in study.results.values() for r in results])
-    links = [tag("li", tag("a", study.title, href=f"#study-{i}")) for i, study in enumerate(studies)]
     return tag(
         "header",
         tag("p", "equipoise", class_="mark"),
         tag("button", "Dark or light", id="theme", type="button", hidden=True),
         tag("h1", title),
         tag("p", " · ".join(facts), class_="facts"),
-        tag("nav", tag("ol", links), aria_label="Studies") if len(links) > 1 else "",
     )
+
+
+def _links(studies: Sequence[Study]) -> Markup:
+    """Return links to the studies; empty for a single one."""
+    links = [tag("li", tag("a", study.title, href=f"#study-{i}")) for i, study in enumerate(studies)]
+    return tag("nav", tag("ol", links), aria_label="Studies") if len(links) > 1 else Markup("")
 
 
 def _environments(results: Sequence[Result]) -> list[str]:
@@ -105,32 +127,51 @@ def _environments(results: Sequence[Result]) -> list[str]:
         place = result.environment
         found |= dict.fromkeys(str(place[key]) for key in ("device",) if place.get(key))
         found |= dict.fromkeys(f"{key} {place[key]}" for key in ("torch", "equipoise") if place.get(key))
-        if result.epochs and result.epochs[-1].seconds is None:
-            found[UNTIMED.lower()] = None
+    untimed = any(result.epochs and result.epochs[-1].seconds is None for result in results)
     days = sorted({str(r.environment["date"]) for r in results if r.environment.get("date")})
-    return [*found, *([" to ".join(dict.fromkeys((days[0], days[-1])))] if days else [])]
+    span = [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
+    return [*found, *span, *([UNTIMED.lower()] if untimed else [])]
 
 
 def _six_claims(studies: Sequence[Study]) -> Markup:
-    """Return the paper's six claims with the main setting of each, and the waterfall; empty if none was tested."""
+    """Return the summary, the paper's six claims and the waterfall; empty if no claim was tested."""
     by_name = {study.name: study for study in studies}
-    judged = [claim for claim in judge_claims(by_name) if claim.main.plain.word != "not tested"]
-    if not judged:
+    judged = judge_claims(by_name)
+    if all(claim.main.plain.word == "not tested" for claim in judged):
         return Markup("")
+    gaps = gaps_of(by_name.get("published"))
+    about_paper = [by_name[name] for name in paper_studies() if name in by_name]
+    sentences = [tag("li", sentence) for sentence in summary(about_paper, judged, next(iter(gaps), None))]
     items = [
         tag(
             "li",
             badge_of(claim.main.plain.word),
-            tag("div", tag("p", claim.claim.says, class_="says"), tag("p", claim.sentence, class_="evidence")),
+            tag("div", tag("p", claim.claim.says, class_="says"), tag("p", _main_evidence(claim), class_="evidence")),
             class_="claim",
         )
         for claim in judged
     ]
-    published = by_name.get("published")
-    found = [each for at in PAPER if published is not None and (each := waterfall(published, at)) is not None]
-    figures = [join([tag("h3", "Why the paper saw gains"), tag("p", each.sentence), draw(each)]) for each in found]
-    words = tallies([claim.main.plain for claim in judged])
-    return tag("section", tag("h2", "Six claims of the paper"), words, tag("ol", items, class_="claims"), figures)
+    images = f" {by_name['published'].images}." if gaps and by_name["published"].images else ""
+    figures = [join([tag("p", f"{gap.sentence} {gap.conclusion}{images}"), draw(gap)]) for gap in gaps]
+    return join(
+        [
+            tag("section", tag("h2", "Summary"), tag("ul", sentences, class_="summary"), id="summary"),
+            tag(
+                "section",
+                tag("h2", "Six claims of the paper"),
+                tallies([claim.main.plain for claim in judged]),
+                tag("ol", items, class_="claims"),
+                id="six-claims",
+            ),
+            tag("section", tag("h2", "Why the paper saw gains"), figures, id="gains") if figures else "",
+        ]
+    )
+
+
+def _main_evidence(claim: JudgedClaim) -> str:
+    """Return the numbers of the main setting, the images, and why there is no verdict."""
+    main = claim.main
+    return " · ".join(filter(None, (claim.evidence, main.images, main.plain.why, claim.caveat)))
 
 
 def _claims(studies: Sequence[Study]) -> Markup:
@@ -153,23 +194,27 @@ def _study(index: int, study: Study, charts: Sequence[Chart], alone: bool) -> Ma
     figures = [
         tag(
             "figure",
-            tag("figcaption", chart["title"]),
-            tag("div", class_="drawing"),
-            class_=f"chart {chart['kind']}",
+            tag("figcaption", _caption(chart["title"], study), tag("span", chart["finding"])),
+            tag("div", class_="drawing", role="img", tabindex=0),
+            class_="chart lines",
             data_study=index,
             data_chart=i,
         )
         for i, chart in enumerate(charts)
+    ]
+    rows = [
+        tag("figure", tag("figcaption", _caption(chart.title, study)), chart.tables, class_="chart rows")
+        for chart in row_charts_of(study)
     ]
     return tag(
         "section",
         tag("h2", "Curves and tables" if alone else study.title),
         tag("p", study.about, class_="about") if study.about else "",
         tag("p", f"In the paper: {', '.join(study.shows)}", class_="about") if study.shows else "",
-        tag("noscript", tag("p", "The charts need JavaScript; the tables below hold their numbers."))
+        tag("noscript", tag("p", "The curves need JavaScript; the tables below hold their numbers."))
         if figures
         else "",
-        tag("div", figures, class_="charts single" if len(study.results) == 1 else "charts"),
+        tag("div", figures, rows, class_="charts single" if len(study.results) == 1 else "charts"),
         tag("ul", [tag("li", line) for line in failed], class_="problems") if (failed := _failed(study)) else "",
         comparison_table(study) if len(study.results) > 1 else "",
         arms_table(study),
@@ -178,6 +223,11 @@ def _study(index: int, study: Study, charts: Sequence[Chart], alone: bool) -> Ma
         id=f"study-{index}",
         class_="study",
     )
+
+
+def _caption(title: str, study: Study) -> str:
+    """Name the images after the title of a chart."""
+    return f"{title} · {study.images}" if study.images else title
 
 
 def _failed(study: Study) -> list[str]:

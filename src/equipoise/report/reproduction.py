@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from equipoise.config import build, parse_yaml
+import numpy as np
+
+from equipoise.config import build, parse_yaml, split
 from equipoise.errors import UserError
 from equipoise.files import write_whole
-from equipoise.report.six_claims import JudgedClaim, judge_claims, paper_claims, paper_effect
-from equipoise.report.waterfall import PAPER, Waterfall, draw, waterfall
-from equipoise.report.words import UNTIMED, difference, p_value, plural
+from equipoise.report.six_claims import Judged, JudgedClaim, judge_claims, paper_claims, paper_effect
+from equipoise.report.summary import few_runs, runs_of, summary
+from equipoise.report.waterfall import Waterfall, draw, gaps_of
+from equipoise.report.words import difference, p_value
 from equipoise.scores import SCORES
 from equipoise.studies.compare import Spread, spread, spread_of
 from equipoise.studies.design import Design, read_design
@@ -24,17 +29,35 @@ from equipoise.studies.results import Claim, PaperValue, Question, Result, Study
 from equipoise.studies.verdict import FEWEST, Verdict, judge
 
 T = TypeVar("T")
-DATA = "CIFAR-10 as AVIF q95"  # next to every figure
+TRAIN_IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257}
+SHARED = "†"  # after the seconds of runs that shared their device
 HEAD = """# Reproduction
 
 Written by `equipoise study --reproduction FILE` from the files under `results/`; do not edit it by hand.
 """
-WORDS = f"""Effects are differences of means over all runs of both arms, with 95 % confidence intervals (Welch).
+WORDS = f"""Effects are differences of means over all runs of both arms, with 95 % confidence intervals (Welch). A
+difference of accuracies or correlations is positive if it agrees with the claim; others are worded (lower, fewer).
 *Supported*: the difference has the claimed sign and the interval excludes zero. *Contradicted*: it has the other sign
 and the interval excludes zero. *Not supported*: a difference of 0.5 points (one epoch, 0.05 of a correlation) is
 excluded by two one-sided tests (TOST, p < 0.05). *Inconclusive*: none of these, or fewer than {FEWEST} runs of an arm.
-Accuracy is the mean over five epochs. An accuracy is reached when the median of five epochs reaches it. All accuracies:
-{DATA}.
+The main setting of a claim is the first one below with {FEWEST} runs of both arms; a control never is.
+"""
+METRICS = """Accuracy is the mean over five epochs, plain and with recalibrated BatchNorm next to each other. An
+accuracy is reached when the median of five epochs reaches it. All committed runs of an arm are used. Controls are
+questions of ours."""
+WATERFALL = """Each step changes one thing, from our baseline with the learning rate of BSR-Net's own code to AGENT as
+published. It is not known which learning rate the paper's baseline had. In the published code AGENT alone has a full
+pass, and so fresh BatchNorm statistics.
+"""
+LIMITS = """- Data: AVIF compression of quality 95 changed every image but the digits; absolute accuracies may differ.
+- Precision: runs on a GPU train in bf16, those of the paper in float32.
+- Robust accuracy: the committed runs of the study `at` attacked the first 1,000 test images; new ones attack all.
+- Schedules: most studies have fewer epochs than the paper; the sections of the appendix say how many."""
+NOT_RUN = """
+## Appendix: not run
+
+Each study runs with `equipoise study NAME`. Seconds are estimates for one H200 from committed runs of the same model
+and objective, with or without correction; `?` if there is none.
 """
 CALIBRATION = (
     ("table1-standard", "BSR-Net 99 %"),
@@ -90,20 +113,24 @@ def write_page(results: Path, page: Path) -> list[str]:
             raise UserError(f"{results} holds the study {study.name} twice; remove one of the folders")
         found[study.name] = study
     items = paper_items()
-    named = [name for item in items for name in item.studies]
-    named += [name for claim in paper_claims() for setting in claim.settings for name, _, _ in setting.sources]
-    names = dict.fromkeys([*named, *(name for name, _ in CALIBRATION)])
-    studies = {name: with_results(read_design(name), found.get(name), problems) for name in names}
+    studies = {name: with_results(read_design(name), found.get(name), problems) for name in paper_studies()}
     page.parent.mkdir(parents=True, exist_ok=True)
-    gaps = [gap for at in PAPER if (gap := waterfall(studies["published"], at)) is not None]
+    gaps = gaps_of(studies.get("published"))
     for gap in gaps:
-        write_whole(page.parent / _figure(gap), str(draw(gap)).encode())
+        write_whole(page.parent / _figure(gap), str(draw(gap, background="#ffffff")).encode())
     write_whole(page, ("\n".join(_page_lines(items, studies, gaps)) + "\n").encode())
     return problems
 
 
 def _figure(gap: Waterfall) -> str:
     return f"waterfall-{gap.at}.svg"
+
+
+def paper_studies() -> list[str]:
+    """Return the names of the studies about the paper."""
+    named = [name for item in paper_items() for name in item.studies]
+    named += [name for claim in paper_claims() for setting in claim.settings for name, _, _ in setting.sources]
+    return [*dict.fromkeys([*named, *(name for name, _ in CALIBRATION)])]
 
 
 def paper_items() -> list[Item]:
@@ -141,7 +168,8 @@ def with_results(design: Design, found: Study | None, problems: list[str]) -> St
     diverged = {arm: lost for arm in design.every_arm if (lost := matching(read.diverged.get(arm, ())))}
     asked = (tuple(design.claims), tuple(design.paper))
     budgets = design.asked()["budgets"]
-    return Study(design.name, design.title, design.about, results, *asked, diverged=diverged, budgets=budgets)
+    more = {"diverged": diverged, "budgets": budgets, "images": read.images}
+    return Study(design.name, design.title, design.about, results, *asked, **more)
 
 
 # The report
@@ -150,57 +178,60 @@ def with_results(design: Design, found: Study | None, problems: list[str]) -> St
 def _page_lines(items: Sequence[Item], studies: Mapping[str, Study], gaps: Sequence[Waterfall]) -> Iterator[str]:
     judged = judge_claims(studies)
     yield HEAD
-    yield from _summary(judged, studies)
+    yield "> **Summary**\n>"
+    yield from (f"> - {sentence}" for sentence in summary([*studies.values()], judged, next(iter(gaps), None)))
     yield f"\n## Six claims\n\n{WORDS}"
-    rows = [[c.claim.name, *_claim_cells(c)] for c in judged]
-    yield from _table(["claim", "setting", "effect", "runs", "the paper", "verdict"], rows)
+    rows = [
+        [c.claim.name, *_claim_cells(c.main), f"**{c.main.plain.word}**{f'; {c.caveat}' if c.caveat else ''}"]
+        for c in judged
+    ]
+    yield from _table(["claim", "main setting", "images", "effect", "runs", "the paper", "verdict"], rows)
+    yield f"\n## Primary metrics\n\n{METRICS}"
     for claim in judged:
         yield from _settings(claim)
-    yield from _gains(gaps)
-    yield from _calibration(studies)
     yield "\n## Deviations\n"
     rows = [[d.what, d.paper, d.code, d.ours, d.effect] for d in deviations()]
     yield from _table(["", "paper", "published code", "ours", "expected effect on the gain of AGENT"], rows)
-    yield from _limits(studies)
+    yield from _calibration(studies)
+    yield from _gains(gaps, studies["published"].images)
+    yield from _limits([*studies.values()])
     yield from _appendix(items, studies)
 
 
-def _summary(judged: Sequence[JudgedClaim], studies: Mapping[str, Study]) -> Iterator[str]:
-    runs = _runs(studies)
-    tried = [name for name, study in studies.items() if _ran(study)]
-    yield f"> **Summary.** {plural(len(runs), 'run')} of {plural(len(tried), 'study', 'studies')}, {DATA} and digits."
-    yield from (f"> - {claim.sentence}" for claim in judged)
-
-
-def _claim_cells(judged: JudgedClaim) -> list[str]:
-    main, verdict = judged.main, judged.main.plain
-    if verdict.word == "not tested":
-        return ["", "", "", paper_effect(main.setting), f"**{verdict.word}**"]
-    effect = difference(main.setting.metric, verdict.gain, verdict.effect)
-    return [main.setting.name, effect, main.runs, paper_effect(main.setting), f"**{verdict.word}**"]
+def _claim_cells(main: Judged) -> list[str]:
+    if main.plain.word == "not tested":
+        return ["", "", "", "", paper_effect(main.setting)]
+    return [main.setting.name, main.images, main.effect, main.runs, paper_effect(main.setting)]
 
 
 def _settings(judged: JudgedClaim) -> Iterator[str]:
-    """Yield a claim with its settings, plain scores next to recalibrated ones."""
-    yield f"\n### {judged.claim.name}\n\n{judged.claim.says}\n"
-    rows = []
-    for each in judged.settings:
-        metric, second = each.setting.metric, each.recalibrated
-        plain = difference(metric, each.plain.gain, each.plain.effect)
-        other = "" if second is None else difference(metric, second.gain, second.effect)
-        other += f" ({second.word})" if second is not None and second.word != each.plain.word else ""
-        word = f"{each.plain.word}{f': {each.plain.why}' if each.plain.why else ''}"
-        rows.append([each.setting.name, plain, other, each.runs, paper_effect(each.setting), word])
-    yield from _table(["setting", "plain", "BN recalibrated", "runs", "the paper", "verdict"], rows)
+    """Yield a claim with its settings, plain scores next to recalibrated ones, then its controls."""
+    yield f"\n### {judged.claim.name}\n\n{judged.claim.says}"
+    for title, controls in (("setting", False), ("control", True)):
+        rows = []
+        for each in (each for each in judged.settings if each.setting.control == controls):
+            second = each.recalibrated
+            other = "" if second is None else difference(each.setting.metric, second.gain, second.effect)
+            other += f" ({second.word})" if second is not None and second.word != each.plain.word else ""
+            word = f"{each.plain.word}{f': {each.plain.why}' if each.plain.why else ''}"
+            rows.append(
+                [each.setting.name, each.images, each.effect, other, each.runs, paper_effect(each.setting), word]
+            )
+        if rows:
+            columns = [title, "images", "plain", "BN recalibrated", "runs", "the paper", "verdict"]
+            yield from ["", *_table(columns, rows)]
 
 
-def _gains(gaps: Sequence[Waterfall]) -> Iterator[str]:
+def _gains(gaps: Sequence[Waterfall], images: str) -> Iterator[str]:
     """Yield the split of the paper's gap into steps between our arms."""
     yield "\n## Why the paper saw gains\n"
     if not gaps:
         yield "The study `published` has not been run, so the paper's gains are not explained here."
+        return
+    yield WATERFALL
     for gap in gaps:
-        yield f"{gap.sentence} {DATA}.\n\n![{gap.sentence}]({_figure(gap)})\n"
+        words = " ".join(filter(None, (gap.sentence, gap.conclusion, f"{images}." if images else "")))
+        yield f"{words}\n\n![{gap.sentence}]({_figure(gap)})\n"
         rows = [
             [
                 step.name,
@@ -214,33 +245,30 @@ def _gains(gaps: Sequence[Waterfall]) -> Iterator[str]:
 
 def _calibration(studies: Mapping[str, Study]) -> Iterator[str]:
     """Yield the paper's baselines next to ours, before any gain."""
-    yield f"\n## Baseline calibration\n\nThe baselines without AGENT, before any gain is compared. {DATA}.\n"
+    yield "\n## Baseline calibration\n\nThe baselines without AGENT, before any gain is compared.\n"
     rows = []
     for name, arm in CALIBRATION:
-        for value in studies[name].paper:
-            if value.arm == arm and value.metric == "accuracy" and studies[name].results[arm]:
+        study = studies[name]
+        for value in study.paper:
+            if value.arm == arm and value.metric == "accuracy" and study.results[arm]:
                 window = Question(metric="window-accuracy", at=value.at)
-                ours = [spread_of(studies[name].results[arm], asked) for asked in (value, window)]
+                ours = [spread_of(study.results[arm], asked) for asked in (value, window)]
                 paper = shown(Spread(value.value, None, 1), "accuracy", count=False)
-                rows.append([f"{name}, {arm}", str(value.at or "end"), paper, *(shown(o, "accuracy") for o in ours)])
-    yield from _table(["study, arm", "epoch", "paper", "ours", "ours, mean of five epochs"], rows)
+                shown_ours = [shown(o, "accuracy") for o in ours]
+                rows.append([f"{name}, {arm}", study.images, str(value.at or "end"), paper, *shown_ours])
+    yield from _table(["study, arm", "images", "epoch", "paper", "ours", "ours, mean of five epochs"], rows)
 
 
-def _limits(studies: Mapping[str, Study]) -> Iterator[str]:
-    runs = _runs(studies)
-    seeds = [len(results) for study in studies.values() for results in study.results.values() if results]
-    spent = sum(run.spent for run in runs if run.spent is not None)
-    few = sum(count < FEWEST for count in seeds)
+def _limits(studies: Sequence[Study]) -> Iterator[str]:
+    spent: dict[str, float] = defaultdict(float)
+    for run in runs_of(studies):
+        spent[str(run.environment.get("device"))] += run.spent or 0.0
+    devices = ", ".join(f"{seconds:,.0f} on {device}" for device, seconds in spent.items())
     yield "\n## Limits\n"
-    yield f"- Seeds: {few} of {len(seeds)} arms have fewer than {FEWEST} runs; comparisons of these are inconclusive."
-    yield "- Data: every image went through AVIF compression of quality 95, so absolute accuracies may differ."
-    yield "- Precision: runs on a GPU train in bf16, those of the paper in float32."
-    yield "- Schedules: most studies have fewer epochs than the paper; the sections of the appendix say how many."
-    yield f"- Cost: {spent:,.0f} seconds of training, start-up included; runs that shared a device count each."
-
-
-def _runs(studies: Mapping[str, Study]) -> list[Result]:
-    return [run for s in studies.values() for runs in (*s.results.values(), *s.diverged.values()) for run in runs]
+    yield f"- Seeds: {few_runs(studies)}; comparisons of these are inconclusive."
+    yield LIMITS
+    total = f"{sum(spent.values()):,.0f}"
+    yield f"- Cost: {total} seconds of training, start-up included ({devices}); runs that shared a device count each."
 
 
 # The appendix
@@ -250,37 +278,63 @@ def _appendix(items: Sequence[Item], studies: Mapping[str, Study]) -> Iterator[s
     yield "\n## Appendix: tables and figures of the paper\n"
     rows = []
     for item in items:
-        links = ", ".join(f"[{name}](#{name})" if _ran(studies[name]) else name for name in item.studies)
-        rows.append([item.item, item.claims, links, _state(item, studies)])
-    yield from _table(["", "claims", "studies", "state"], rows)
-    yield "\n## Appendix: not run\n\nEach study runs with `equipoise study NAME`.\n"
-    rows = [[study.name, study.title, _missing(study)] for study in studies.values() if _missing(study)]
-    yield from _table(["study", "", "missing"], rows)
+        if links := ", ".join(f"[{name}](#{name})" for name in item.studies if _ran(studies[name])):
+            rows.append([item.item, item.claims, links, item.why])
+    yield from _table(["", "claims", "studies", "remarks"], rows)
+    yield NOT_RUN
+    rates = seconds_per_image(runs_of([*studies.values()]))
+    rows = []
+    for study in studies.values():
+        if cost := missing_cost(study, rates):
+            shows = [item for item in items if study.name in item.studies]
+            why = "; ".join(dict.fromkeys(item.why for item in shows if item.why and not _ran(study)))
+            rows.append([study.name, study.title, ", ".join(item.item for item in shows), *cost, why])
+    rows += [["", item.claims, item.item, "", "", "", item.why] for item in items if not item.studies]
+    yield from _table(["study", "", "in the paper", "runs", "epochs", "seconds", "remarks"], rows)
     for study in studies.values():
         if _ran(study):
             yield from _section(study)
 
 
-def _state(item: Item, studies: Mapping[str, Study]) -> str:
-    ran = sum(_ran(studies[name]) for name in item.studies)
-    if not ran:
-        return f"not run: {item.why}" if item.why else "not run"
-    return f"{ran} of {plural(len(item.studies), 'study', 'studies')} run{f': {item.why}' if item.why else ''}"
-
-
-def _missing(study: Study) -> str:
-    """Say what of a study was not run, with its cost in runs and epochs; empty if nothing is missing."""
-    design = read_design(study.name)
-    arms = [arm for arm, found in study.results.items() if not found and arm not in study.diverged]
-    if not arms:
-        return ""
-    epochs = sum(int(design.raw(arm, design.seeds[0]).get("epochs", 0)) for arm in arms) * len(design.seeds)
-    runs = plural(len(design.seeds) * len(arms), "run")
-    return f"{len(arms)} of {plural(len(study.results), 'arm')}: {runs}, {epochs:,} epochs"
-
-
 def _ran(study: Study) -> bool:
-    return any(study.results.values()) or bool(study.diverged)
+    return bool(runs_of([study]))
+
+
+def missing_cost(study: Study, rates: Mapping[tuple[str, ...], float]) -> list[str]:
+    """Return runs, epochs and seconds that a study still needs; empty if nothing is missing, `?` if unknown."""
+    design = read_design(study.name)
+    runs, epochs, seconds = 0, 0, 0.0
+    for arm in design.every_arm:
+        found = {run.seed for run in (*study.results[arm], *study.diverged.get(arm, ()))}
+        missing = [seed for seed in design.seeds if seed not in found]
+        if missing:
+            recipe = design.raw(arm, missing[0])
+            each = int(recipe.get("epochs", 0))
+            runs += len(missing)
+            epochs += len(missing) * each
+            seconds += len(missing) * each * rates.get(_kind(recipe), math.nan) * _images(recipe)
+    return [f"{runs:,}", f"{epochs:,}", "?" if math.isnan(seconds) else f"{seconds:,.0f}"] if runs else []
+
+
+def seconds_per_image(runs: Iterable[Result]) -> dict[tuple[str, ...], float]:
+    """Return the median training time per image and epoch on a GPU, by model, objective and kind of correction."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    for run in runs:
+        if run.spent and run.epochs and run.recipe and run.environment.get("device") != "cpu" and _images(run.recipe):
+            rate = run.spent / run.epochs[-1].epoch / _images(run.recipe)
+            found.setdefault(_kind(run.recipe), []).append(rate)
+    return {kind: float(np.median(rates)) for kind, rates in found.items()}
+
+
+def _kind(recipe: Mapping[str, Any]) -> tuple[str, ...]:
+    correction = split(recipe.get("correction", "none"), "correction")[0]
+    parts = [split(recipe.get(key, default), key)[0] for key, default in (("model", ""), ("objective", "standard"))]
+    return (*parts, "none" if correction in ("none", "sgd") else "corrected")
+
+
+def _images(recipe: Mapping[str, Any]) -> float:
+    """Return the number of training images of a recipe; 0 if unknown."""
+    return float(TRAIN_IMAGES.get(split(recipe.get("data", "digits"), "data")[0], 0))
 
 
 def _section(study: Study) -> Iterator[str]:
@@ -302,19 +356,25 @@ def _provenance(study: Study) -> str:
     missing = [a for a, found in study.results.items() if not found and a not in {*study.diverged, *study.budgets}]
     diverged = [f"{arm}, seed {run.seed}: {run.diverged}" for arm, lost in study.diverged.items() for run in lost]
     stuck = [f"{run.arm}, seed {run.seed}" for run in study.stuck]
-    untimed = any(run.epochs[-1].seconds is None for run in runs if not run.diverged)
+    shared = any(_shared(run) for run in runs)
     return (
-        f"Run on {'; '.join(sorted({_environment(run) for run in runs}))}."
-        + (f" {UNTIMED}." if untimed else "")
+        (f"Images: {study.images}. " if study.images else "")
+        + f"Run on {'; '.join(sorted({_environment(run) for run in runs}))}."
+        + " Seconds are those of one run, start-up included"
+        + (f"; {SHARED} the device ran other jobs at the same time." if shared else ".")
         + (f" Not run: {', '.join(missing)}." if missing else "")
         + (f" Diverged: {'; '.join(diverged)}." if diverged else "")
         + (f" Learned nothing: {'; '.join(stuck)}." if stuck else "")
     )
 
 
+def _shared(run: Result) -> bool:
+    return float(run.environment.get("jobs_on_device") or 1) > 1
+
+
 def _environment(run: Result) -> str:
     found = run.environment
-    commit, _, changes = str(found.get("commit")).partition("+")
+    commit, _, changes = str(found.get("commit") or "unknown").partition("+")
     code = f"commit {commit[:10]}" + (" with changes" if changes else "")
     return f"{found.get('device')}, torch {found.get('torch')}, {found.get('date')}, {code}"
 
@@ -332,8 +392,9 @@ def _arm_rows(study: Study) -> Iterator[list[str]]:
             yield [arm, ", ".join(lost), "diverged", "", "", ""]
         if results:
             scores = [shown(spread_of(results, Question(score=score)), "accuracy") for score in SCORES]
-            seconds = spread([s for result in results if (s := result.epochs[-1].seconds) is not None])
-            time = "" if seconds is None else f"{seconds.mean:.0f} ({seconds.count})"
+            seconds = spread([result.spent for result in results if result.spent is not None])
+            mark = SHARED if any(_shared(result) for result in results) else ""
+            time = "" if seconds is None else f"{seconds.mean:.0f}{mark}"
             yield [arm, ", ".join(str(r.seed) for r in results), *scores, time]
 
 

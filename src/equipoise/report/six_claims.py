@@ -22,13 +22,17 @@ class Setting(Question):
         name: The setting in words.
         sources: Study, arm that is said to be better, and the other arm. Several sources are replicates.
         margin: The largest loss that counts as maintained, for a claim that nothing is lost.
-        paper: The paper's effect in the unit of the metric; `None` if it gives no number.
+        paper: The paper's effect in the unit of the metric; `None` if it gives no such number.
+        paper_says: The paper's effect in words, if it gives no such number.
+        control: Whether the setting is ours, not the paper's. A control is never the main setting of a claim.
     """
 
     name: str
     sources: Sequence[Sequence[str]]
     margin: float = 0.0
     paper: float | None = None
+    paper_says: str = ""
+    control: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,11 +60,18 @@ class Judged:
     Attributes:
         plain: The verdict on plain scores.
         recalibrated: That with recalibrated BatchNorm; `None` for metrics without scores.
+        images: What the images of its studies are; empty if unknown.
     """
 
     setting: Setting
     plain: Verdict
     recalibrated: Verdict | None
+    images: str = ""
+
+    @property
+    def effect(self) -> str:
+        """The difference on plain scores with its interval, worded by its sign."""
+        return difference(self.setting.metric, self.plain.gain, self.plain.effect)
 
     @property
     def runs(self) -> str:
@@ -71,32 +82,40 @@ class Judged:
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """A claim with all of its settings; the first tested one with enough runs is the main setting."""
+    """A claim with all of its settings.
+
+    The main setting is the first one that was tested with enough runs and is no control.
+    """
 
     claim: PaperClaim
     settings: tuple[Judged, ...]
 
     @property
     def main(self) -> Judged:
-        tested = [each for each in self.settings if each.plain.word != "not tested"]
+        tested = [each for each in self.settings if each.plain.word != "not tested" and not each.setting.control]
         enough = [each for each in tested if min(map(int, each.runs.split(" and "))) >= FEWEST]
         return next(iter(enough or tested), self.settings[0])
 
     @property
-    def sentence(self) -> str:
-        """Say what was found, in one sentence."""
-        main, verdict = self.main, self.main.plain
-        if verdict.word == "not tested":
-            return f"{self.claim.name}: not tested."
-        found = difference(main.setting.metric, verdict.gain, verdict.effect)
+    def caveat(self) -> str:
+        """The first control whose verdict is not that of the main setting, in one line; empty if there is none."""
+        tested = [each for each in self.settings if each.setting.control and each.plain.word != "not tested"]
+        other = next((each for each in tested if each.plain.word != self.main.plain.word), None)
+        return f"control, {other.setting.name}: {other.effect}, {other.plain.word}" if other else ""
+
+    @property
+    def evidence(self) -> str:
+        """The numbers of the main setting, in one line; empty if the claim was not tested."""
+        main = self.main
+        if main.plain.word == "not tested":
+            return ""
         paper = paper_effect(main.setting)
-        theirs = f"; the paper has {paper}" if paper else ""
-        return f"{self.claim.name}: {verdict.word} ({main.setting.name}: {found}, {main.runs} runs{theirs})."
+        return f"{main.setting.name}: {main.effect}, {main.runs} runs{f'; the paper: {paper}' if paper else ''}"
 
 
 def paper_effect(setting: Setting) -> str:
-    """Format the paper's effect; empty if it gives no number."""
-    return "" if setting.paper is None else difference(setting.metric, setting.paper)
+    """Format the paper's effect, as a number if it gives one."""
+    return setting.paper_says if setting.paper is None else difference(setting.metric, setting.paper)
 
 
 def paper_claims() -> list[PaperClaim]:
@@ -113,11 +132,12 @@ def judge_claims(studies: Mapping[str, Study]) -> list[JudgedClaim]:
 
 def _judge(setting: Setting, studies: Mapping[str, Study]) -> Judged:
     by_score = setting.metric in (*BY_EPOCH, "epochs-to")
+    known = [(study, b, t) for name, b, t in setting.sources if (study := studies.get(name)) is not None]
 
     def verdict(score: str) -> Verdict:
-        known = [(study, b, t) for name, b, t in setting.sources if (study := studies.get(name)) is not None]
         if not known:
             return Verdict("not tested", f"{plural(len(setting.sources), 'study', 'studies')} without results")
         return judge_pooled([(study, setting.claim(b, t, score)) for study, b, t in known])
 
-    return Judged(setting, verdict("plain"), verdict("bn_recalibrated") if by_score else None)
+    images = next((study.images for study, _, _ in known if study.images), "")
+    return Judged(setting, verdict("plain"), verdict("bn_recalibrated") if by_score else None, images)

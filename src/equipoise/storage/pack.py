@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -11,9 +12,21 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.errors import UserError
+from equipoise.kernels.boundary import lanes
 from equipoise.kernels.library import available
 from equipoise.storage.blocked_graph import blocked_graph
-from equipoise.storage.packed_modules import BLOCKED_NORMS, BlockedBatchNorm, PackedLayer, packed
+from equipoise.storage.choice import Choice, choose
+from equipoise.storage.layer_cost import padding
+from equipoise.storage.packed_attention import PROJECTIONS, PackedAttention, is_attention
+from equipoise.storage.packed_modules import (
+    BLOCKED_NORMS,
+    BlockedBatchNorm,
+    PackedLayer,
+    no_kernel,
+    packed,
+    weight_name,
+)
+from equipoise.storage.packed_other import PackedOther
 from equipoise.storage.shortcut import Run, Shortcut
 from equipoise.storage.trace import Reading, is_leaf, read
 
@@ -38,17 +51,25 @@ def pack_masks(model: nn.Module, masks: Mapping[str, Tensor], precision: str = "
 
 
 def add_shortcuts(model: nn.Module, precision: str = "float32") -> nn.Module:
-    """Let the largest parts of a packed model that can be read run in the blocked layout, and return the model.
+    """Let the largest parts of a packed model that can be read run in the blocked layout if it is faster.
 
     Args:
         model: The packed model.
         precision: Activations between the layers of such a part: `float32` or `bf16`.
+
+    Returns:
+        The model.
 
     Raises:
         UserError: If there is no such precision.
     """
     if precision not in PRECISIONS:
         raise UserError(f'precision must be "float32" or "bf16", not {precision!r}')
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and any(
+            isinstance(part, PackedLayer) for part in encoder.modules()
+        ):
+            encoder.use_nested_tensor = False  # only torch's fused kernels take nested tensors
     if available():
         _add_shortcuts(model, PRECISIONS[precision])
     return model
@@ -58,7 +79,12 @@ def _add_shortcuts(module: nn.Module, dtype: torch.dtype) -> None:
     reading = None if is_leaf(module) else read(module)
     if reading is not None and any(isinstance(part, PackedLayer) for part in reading.modules):
         use_blocked_norms(reading)
-        module.forward = BlockedForward(module, dense_layers(module), dtype)
+        choice = choose(reading.graph, module)
+        if choice.time <= 1:
+            module.forward = BlockedForward(module, choice, dtype)
+            for layer in reading.modules:
+                if isinstance(layer, PackedLayer):
+                    layer.in_blocks = True
     elif not is_leaf(module):
         for child in module.children():
             _add_shortcuts(child, dtype)
@@ -71,32 +97,31 @@ def use_blocked_norms(reading: Reading) -> None:
             BlockedBatchNorm.from_torch(cast(_BatchNorm, module))
 
 
-def dense_layers(model: nn.Module) -> frozenset[str]:
-    """Return the names of the packed layers for which torch's dense operation is faster."""
-    return frozenset(name for name, layer in model.named_modules() if isinstance(layer, PackedLayer) and layer.dense)
-
-
 class BlockedForward(Shortcut):
     """The forward of a packed model, with activations in the blocked layout from layer to layer.
 
     Args:
         module: The module.
-        dense: Layers that run dense, on plain tensors. They are those of the model when it is packed, so that a run
-            whose density changes computes the same numbers if it is stopped and resumed.
+        choice: Layers that run dense, on plain tensors, and the estimated time. They are those of the model when it is
+            packed, so that a run whose density changes computes the same numbers if it is stopped and resumed.
         dtype: Type of the blocked activations. In bfloat16 the shortcut also runs under autocast.
     """
 
-    def __init__(self, module: nn.Module, dense: frozenset[str], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, module: nn.Module, choice: Choice, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(module)
-        self._dense, self._dtype = dense, dtype
+        self._choice, self._dtype = choice, dtype
         self.runs_in_autocast = dtype is torch.bfloat16
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.module, self._dense, self._dtype)
+        return type(self), (self.module, self._choice, self._dtype)
+
+    def pays(self, images: int) -> bool:
+        """Blocks are padded to 16 images, 32 in bfloat16, which may cost more than the layout saves."""
+        return self._choice.time * padding(images, lanes(self._dtype)) <= 1
 
     def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run:
         dtype = torch.float32 if exact else self._dtype
-        graph = blocked_graph(reading.graph, self.module, tokens | self._dense, dtype)
+        graph = blocked_graph(reading.graph, self.module, tokens | self._choice.dense, dtype)
         return type(fx.GraphModule(self.module, graph)).forward  # a function of the module, which it does not keep
 
 
@@ -115,7 +140,7 @@ def unpack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         if owner not in layers or leaf == "bias":
             state[key] = tensor
         elif leaf == "values":
-            name = f"{owner}.weight" if owner else "weight"
+            name = weight_name(owner, layers[owner])
             state[name] = layers[owner].weight.detach()
             masks[name] = layers[owner].mask
     return state, masks
@@ -126,10 +151,35 @@ def describe(model: nn.Module) -> dict[str, str]:
     return {name: layer.how() for name, layer in model.named_modules() if isinstance(layer, PackedLayer)}
 
 
+def report(model: nn.Module) -> str:
+    """Return a table of the packed layers: their module, shape of the weight, sparsity, and how they run."""
+    rows = [("module", "shape", "sparsity", "runs")]
+    for name, layer in model.named_modules():
+        if isinstance(layer, PackedLayer):
+            shape = "x".join(map(str, layer.weight_shape))
+            rows.append((name, shape, f"{100 * (1 - layer.density):.2f} %", layer.how()))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        f"{name:<{widths[0]}}  {shape:>{widths[1]}}  {sparsity:>{widths[2]}}  {runs}"
+        for name, shape, sparsity, runs in rows
+    )
+    return "\n".join(lines)
+
+
+def warn_about_other(model: nn.Module, stacklevel: int) -> None:
+    """Warn about packed layers that have no sparse kernel."""
+    found = [f'"{name}" ({m.reason})' for name, m in model.named_modules() if isinstance(m, PackedOther)]
+    if found:
+        more = f" and {len(found) - 3} more" if found[3:] else ""
+        warnings.warn(f"layers that compute with dense weights: {', '.join(found[:3])}{more}", stacklevel=stacklevel)
+
+
 def pack_layer(
     model: nn.Module, name: str, mask: Tensor, final: int | None = None, memory: Tensor | None = None
 ) -> PackedLayer:
     """Replace the layer of the weight `name` by its packed form, in place, and return it.
+
+    A layer without a sparse kernel is packed too, and computes with the dense weight.
 
     Args:
         model: The model.
@@ -147,22 +197,43 @@ def pack_layer(
         layer = model.get_submodule(path)
     except AttributeError:
         raise UserError(f'the model has no layer for the mask "{name}"') from None
-    replacement = packed(layer, mask, final, memory) if leaf == "weight" else None
-    if replacement is None:
+    if (obstacle := cannot_pack(model, name)) is not None:
         raise UserError(
-            f'cannot pack "{name}" of a {type(layer).__name__}: only the weights of Linear, Conv1d and Conv2d with '
-            "equal zero padding on both sides can be packed; "
-            f'leave it out with exclude=("{path or name}",) or no mask, or use masked storage'
+            f'cannot pack "{name}": {obstacle}; leave it out with exclude=("{path or name}",) or no mask, '
+            "or use masked storage"
         )
-    if "weight" not in layer._parameters:
-        raise UserError(f'cannot pack "{name}": a hook computes it at every call; use masked storage')
-    if not path:
-        raise UserError("a single layer cannot be packed in place; wrap it in nn.Sequential")
     if (tied := tied_parameters(model, path)) is not None:
         raise UserError(f"cannot pack the model: {tied}")
+    parent = model.get_submodule(parent_path)
+    if isinstance(layer, nn.MultiheadAttention):
+        return PackedAttention.from_torch(layer).pack(leaf, mask, final, memory)
+    if isinstance(parent, nn.MultiheadAttention):
+        PackedAttention.from_torch(parent)
+    replacement = packed(layer, mask, final, memory)
+    if replacement is None:
+        replacement = PackedOther(layer, str(no_kernel(layer)), mask, final, memory)
     vars(replacement).update({key: value for key, value in vars(layer).items() if "ward_" in key and "hook" in key})
-    setattr(model.get_submodule(parent_path), attribute, replacement.train(layer.training))
+    setattr(parent, attribute, replacement.train(layer.training))
     return replacement
+
+
+def cannot_pack(model: nn.Module, name: str) -> str | None:
+    """Return why a weight of a model, given by its name, cannot be packed; `None` if it can."""
+    path, _, leaf = name.rpartition(".")
+    layer = model.get_submodule(path)
+    if not path:
+        return "a single layer cannot be replaced in place; wrap it in nn.Sequential"
+    if is_attention(layer) and leaf in PROJECTIONS:
+        return None
+    weight = layer._parameters.get(leaf)
+    if leaf == "weight" and weight is None and hasattr(layer, leaf):
+        return "a hook computes it at every call"
+    if leaf != "weight" or weight is None or weight.dim() < 2:
+        return f"it is not the matrix of weights of a {type(layer).__name__}"
+    others = {key for key, _ in layer.named_parameters()} - {"weight", "bias"}
+    if (reason := no_kernel(layer)) and others:
+        return f'{reason}, and it has another parameter, "{min(others)}"'
+    return None
 
 
 def tied_parameters(model: nn.Module, path: str) -> str | None:

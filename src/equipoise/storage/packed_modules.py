@@ -10,25 +10,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from equipoise.errors import UserError
-from equipoise.kernels import library, operators
+from equipoise.kernels import boundary, library, operators
 from equipoise.kernels.blocked import Blocked, as_float32, from_blocked, to_blocked
 from equipoise.kernels.geometry import NO_BORDER, Border, ConvShape
+from equipoise.kernels.library import LANES
 from equipoise.kernels.linear import linear
 from equipoise.kernels.plain_conv import conv
 from equipoise.kernels.taps import Pattern, check_index, pattern_of
+from equipoise.storage import layer_cost
 from equipoise.storage.sparse_weight import is_cleared
 
-# Costs that decide when torch's dense convolution is faster, in units of one weight of the dense convolution: an active
-# weight in the sparse kernel, and the conversion of one channel from the blocked layout and back.
-SPARSE_WEIGHT = 1.45
-CONVERTED_CHANNEL = 80
 # Attributes that a packed layer takes from the original layer
 ATTRIBUTES = (
     "in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation",
     "groups", "padding_mode", "output_padding", "transposed",
 )  # fmt: skip
+
+
+Versions = list[tuple[int, int]] | None
+
+
+def _versions(*tensors: Tensor) -> Versions:
+    """A list that changes with the tensors; `None` if they do not count their changes."""
+    return None if any(tensor.is_inference() for tensor in tensors) else boundary.versions(tensors)
+
+
+KINDS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
 class PackedLayer(nn.Module):
@@ -80,6 +90,11 @@ class PackedLayer(nn.Module):
         self.final = final
         self.memory = memory
         self.probe: Tensor | None = None
+        self.weight_suffix = ".weight"  # of the name of the weight before packing, after the name of the layer
+        self.in_blocks = False  # whether the layers around it run in the blocked layout
+        # versions of tensors, aliases that keep their memory from other tensors, and what was found for them
+        self._checked: tuple[Versions, Tensor] | None = None
+        self._kept: tuple[Versions, tuple[Tensor, Tensor], Tensor] | None = None
 
     @property
     def density(self) -> float:
@@ -89,11 +104,19 @@ class PackedLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense weight, differentiable with respect to `values` and to the probe if one is open."""
-        check_index(self.index, math.prod(self.weight_shape))
-        flat = self.values.new_zeros(math.prod(self.weight_shape))
-        weight = flat.index_put((self.index.long(),), self.values).view(self.weight_shape)
+        self._check_index()
+        weight = _Spread.apply(self.values, self.index, math.prod(self.weight_shape)).view(self.weight_shape)
         probe = self._active_probe()
         return weight if probe is None else weight + probe
+
+    def _check_index(self) -> None:
+        """Refuse indices that the weight does not have. Those that were checked last are not checked again."""
+        if torch.compiler.is_compiling():
+            return  # compiled code checks bounds when it writes
+        versions = _versions(self.index)
+        if versions is None or self._checked is None or self._checked[0] != versions:
+            check_index(self.index, math.prod(self.weight_shape))
+            self._checked = versions, self.index.detach()
 
     # Gradients of inactive weights
 
@@ -110,6 +133,15 @@ class PackedLayer(nn.Module):
         """Compute the gradient of active weights only."""
         self.probe = None
 
+    def dense_weight(self) -> Tensor:
+        """Return `weight`. Without gradients it is kept until the values change."""
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and self.values.requires_grad):
+            return self.weight
+        versions = _versions(self.values, self.index)
+        if versions is None or self._kept is None or self._kept[0] != versions:
+            self._kept = versions, (self.values.detach(), self.index.detach()), self.weight.detach()
+        return self._kept[2]
+
     def _active_probe(self) -> Tensor | None:
         """The probe if it takes part in this forward pass."""
         if self.probe is None or not (self.values.requires_grad and torch.is_grad_enabled()):
@@ -125,9 +157,21 @@ class PackedLayer(nn.Module):
         return flat.index_fill_(0, self.index.long(), True).view(self.weight_shape)
 
     @property
-    def dense(self) -> bool:
-        """Whether torch's dense operation is faster at this density."""
-        return _dense_is_faster(self.shape, self.index.numel())
+    def dense_in_blocks(self) -> bool:
+        """Whether leaving the blocked layout for torch's dense operation is faster at this density."""
+        active, dense = self.index.numel(), layer_cost.outside_blocks(self.shape)
+        if layer_cost.sparse(self.shape, active) <= dense:
+            return False
+        of_16_outputs = library.available() and self.pattern.blocks is not None
+        return not of_16_outputs or layer_cost.sparse(self.shape, active, weight=layer_cost.BLOCK_WEIGHT) > dense
+
+    def time_alone(self, images: int = LANES) -> float:
+        """Estimate the time of the sparse kernel between plain tensors, in the units of `layer_cost`."""
+        return layer_cost.sparse_alone(self.shape, self.index.numel(), images)
+
+    def dense_alone(self, images: int = LANES) -> bool:
+        """Return whether torch's dense operation is faster between plain tensors, for a batch of `images`."""
+        return not layer_cost.is_small(self.shape) and self.time_alone(images) > layer_cost.dense(self.shape)
 
     @property
     def pattern(self) -> Pattern:
@@ -152,18 +196,22 @@ class PackedLayer(nn.Module):
         self.values.grad = None
 
     def how(self) -> str:
-        """Return how the layer runs: `sparse`, or `dense` with the reason."""
+        """Return how the layer runs in batches of 16 or more: `sparse`, or `dense` with the reason."""
         if not library.available():
             return f"dense: {library.reason()}"
-        return "dense: the dense kernel is faster at this density" if self.dense else "sparse"
+        if self.dense_in_blocks if self.in_blocks else self.dense_alone():
+            return "dense: the dense kernel is faster at this density"
+        return "sparse"
 
     def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
-        if self.dense or not library.available():
-            return self._run_dense(x, border)
         if isinstance(x, Blocked):
-            return self._run_blocked(x, border)
+            return self._run_dense(x, border) if self.dense_in_blocks else self._run_blocked(x, border)
+        # an exported program takes batches of any size
+        images = LANES if torch.compiler.is_exporting() or not x.dim() else x.shape[0]
+        if not library.available() or self.dense_alone(images):
+            return self.dense_forward(x)
         self._check(x)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or type(x) is not Tensor:  # such as tensors without memory
             return self._run_plain(as_float32(x))
         return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER))
 
@@ -179,9 +227,8 @@ class PackedLayer(nn.Module):
         self.check_values()
         return operators.conv(x, self.values, self.bias, self.pattern, border, self._active_probe())
 
-    def _run_dense(self, x: Tensor | Blocked, border: Border) -> Tensor | Blocked:
-        out = self.dense_forward(from_blocked(x) if isinstance(x, Blocked) else x)
-        return to_blocked(out, border, x.data.dtype) if isinstance(x, Blocked) else out
+    def _run_dense(self, x: Blocked, border: Border) -> Blocked:
+        return to_blocked(self.dense_forward(from_blocked(x)), border, x.data.dtype)
 
     def dense_forward(self, x: Tensor) -> Tensor:
         """Compute the layer with the dense weight."""
@@ -243,7 +290,7 @@ class PackedLayer(nn.Module):
         check_index(index, math.prod(self.weight_shape))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "probe": None}
+        return {**self.__dict__, "probe": None, "_kept": None, "_checked": None}
 
     def extra_repr(self) -> str:
         return f"{self.weight_shape}, density={self.density:.4g}, {self.how()}"
@@ -256,7 +303,7 @@ class PackedConv2d(PackedLayer):
 
     def dense_forward(self, x: Tensor) -> Tensor:
         s = self.shape
-        return F.conv2d(x, self.weight, self.bias, s.stride, s.padding, s.dilation, s.groups)
+        return F.conv2d(x, self.dense_weight(), self.bias, s.stride, s.padding, s.dilation, s.groups)
 
 
 class PackedConv1d(PackedLayer):
@@ -266,7 +313,7 @@ class PackedConv1d(PackedLayer):
 
     def dense_forward(self, x: Tensor) -> Tensor:
         s = self.shape
-        return F.conv1d(x, self.weight, self.bias, s.stride[1:], s.padding[1:], s.dilation[1:], s.groups)
+        return F.conv1d(x, self.dense_weight(), self.bias, s.stride[1:], s.padding[1:], s.dilation[1:], s.groups)
 
 
 class PackedLinear(PackedLayer):
@@ -281,14 +328,45 @@ class PackedLinear(PackedLayer):
             return to_blocked(cast(Tensor, self.forward(from_blocked(x))), border, x.data.dtype)
         if not x.dim():
             raise self._wrong_dims(())
-        if self.dense or not library.available():
+        if not library.available() or self.dense_alone():
             return self.dense_forward(x)
         self.check_values()
         shape = self.shape.out_channels, self.shape.in_channels
         return linear(as_float32(x), self.values, self.bias, self.index, shape, self._active_probe())
 
     def dense_forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.dense_weight(), self.bias)
+
+    def time_alone(self, images: int = LANES) -> float:
+        return layer_cost.sparse_on_tokens(self.shape, self.index.numel())
+
+
+class _Spread(torch.autograd.Function):
+    """Dense vector of active values. Faster than `index_put` and its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return values.new_zeros(size).scatter_(0, index.long(), values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return grad.index_select(0, index), None, None
+
+
+def weight_name(name: str, layer: PackedLayer) -> str:
+    """Return the name that the weight of the packed layer `name` had before packing.
+
+    It was `name.weight`, or `name_weight` if the layer is a projection of an attention.
+    """
+    return f"{name}{layer.weight_suffix}".removeprefix(".")
+
+
+def named_layers(model: nn.Module) -> dict[str, PackedLayer]:
+    """Return the packed layers of a model by the names of their weights before packing."""
+    modules = model.named_modules()
+    return {weight_name(name, layer): layer for name, layer in modules if isinstance(layer, PackedLayer)}
 
 
 def set_data(parameter: Tensor, data: Tensor) -> None:
@@ -299,18 +377,22 @@ def set_data(parameter: Tensor, data: Tensor) -> None:
     parameter.data = data
 
 
-def _dense_is_faster(shape: ConvShape, active: int) -> bool:
-    channels = shape.in_channels * math.prod(shape.stride) + shape.out_channels
-    return active * SPARSE_WEIGHT > shape.weight_numel + channels * CONVERTED_CHANNEL
-
-
 def is_packable(layer: nn.Module) -> bool:
     """Whether a layer is a Linear, Conv1d or Conv2d that the kernels and their fallback cover."""
-    if type(layer) is nn.Linear:
-        return True
-    if not isinstance(layer, nn.Conv1d | nn.Conv2d) or type(layer) not in (nn.Conv1d, nn.Conv2d):
-        return False
-    return layer.padding_mode == "zeros" and _padding(layer) is not None
+    return no_kernel(layer) is None
+
+
+def no_kernel(layer: nn.Module) -> str | None:
+    """Return why the sparse kernels cannot compute a layer; `None` if they can."""
+    name, kind = type(layer).__name__, next((kind for kind in KINDS if isinstance(layer, kind)), None)
+    if kind is None:
+        return f"no sparse kernel computes a {name}"
+    methods = ("forward", "_conv_forward") if issubclass(kind, _ConvNd) else ("forward",)
+    if any(getattr(type(layer), method) is not getattr(kind, method) for method in methods):
+        return f"{name} overrides its forward"
+    if isinstance(layer, nn.Conv1d | nn.Conv2d) and (layer.padding_mode != "zeros" or _padding(layer) is None):
+        return "the sparse kernels need equal zero padding on both sides"
+    return None
 
 
 def _padding(layer: nn.Conv1d | nn.Conv2d) -> tuple[int, ...] | None:
@@ -342,10 +424,15 @@ def packed(
     for name in ATTRIBUTES:
         if hasattr(layer, name):
             setattr(new, name, getattr(layer, name))
+    keep_frozen(new, layer)
+    return new
+
+
+def keep_frozen(new: PackedLayer, layer: nn.Module) -> None:
+    """Freeze the parameters of a packed layer that are frozen in the original."""
     new.values.requires_grad_(cast(Tensor, layer.weight).requires_grad)
     if new.bias is not None:
         new.bias.requires_grad_(cast(Tensor, layer.bias).requires_grad)
-    return new
 
 
 def _packed(layer: nn.Linear | nn.Conv2d, mask: Tensor, final: int | None, memory: Tensor | None) -> PackedLayer:

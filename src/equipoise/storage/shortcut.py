@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from equipoise.storage import compiled
 from equipoise.storage.packed_modules import PackedLayer, PackedLinear
 from equipoise.storage.trace import Reading, read
 
@@ -33,8 +34,9 @@ class Shortcut:
     """Replaces the forward of one module, which keeps its class, attributes, submodules and hooks.
 
     The shortcut takes a single plain tensor. The forward of the class runs in all other cases: with other arguments,
-    with hooks inside the module, under autocast, in torch.compile, and if the source of the forward is not a sequence
-    of known calls. If submodules or attributes change, the source is read again.
+    with hooks inside the module, under autocast, in torch.export, and if the source of the forward is not a sequence
+    of known calls. torch.compile calls the shortcut as one operator. If submodules or attributes change, the source is
+    read again.
 
     The first batch of each mode and number of dimensions is also computed by the forward of the class, on copies of all
     buffers and with the same random numbers. If the results differ, a warning says so and the shortcut is not used
@@ -51,9 +53,11 @@ class Shortcut:
         self.module = module
         self.original = types.MethodType(type(module).forward, module)
         functools.update_wrapper(self, self.original)
+        self.__code__ = getattr(type(module).forward, "__code__", None)  # torch.export reads where it is defined
         self._name = next(iter(inspect.signature(self.original).parameters), None)
         self._plans: dict[tuple[bool, int], Plan | None] = {}
         self._differs = False
+        self._key = compiled.register(self)
 
     def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run | None:
         """Return a function of the module and its input; `None` if there is no faster one.
@@ -65,6 +69,10 @@ class Shortcut:
         """
         raise NotImplementedError
 
+    def pays(self, images: int) -> bool:
+        """Whether the shortcut is faster for a batch of `images`."""
+        return True
+
     def is_current(self, plan: Plan) -> bool:
         """Whether the plan is that of the module as it is now."""
         return plan.reading.is_current()
@@ -75,19 +83,28 @@ class Shortcut:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not args and kwargs.keys() == {self._name}:
             args, kwargs = tuple(kwargs.values()), {}
-        if self._differs or kwargs or len(args) != 1 or self._is_special() or not _is_batch(args[0]):
+        if self._differs or kwargs or len(args) != 1 or not _is_batch(args[0]) or self._is_special():
             return self.original(*args, **kwargs)
         x: Tensor = args[0]
+        if not self.pays(x.shape[0]):
+            return self.original(x)
+        if torch.compiler.is_compiling():
+            return compiled.call(self.module, self._key, x)
+        return self.run(self.module, x)
+
+    def run(self, module: nn.Module, x: Tensor) -> Any:
+        """Compute the output of the module, or of a copy of it with other tensors."""
         key = self.module.training, x.dim()
         plan = self._plans.get(key)
         if key not in self._plans or (plan is not None and not self.is_current(plan)):
             plan = self._first(key, x)
-        return self.original(x) if plan is None else plan.run(self.module, x)
+        return type(module).forward(module, x) if plan is None else plan.run(module, x)
 
     def _is_special(self) -> bool:
-        """Whether something outside the module takes part in its calls, such as torch.compile."""
-        autocast = torch.is_autocast_enabled("cpu") and not self.runs_in_autocast
-        return torch.compiler.is_compiling() or autocast or _has_any_global_hook()
+        """Whether something outside the module takes part in its calls, such as autocast or torch.export."""
+        if torch.is_autocast_enabled("cpu") and not self.runs_in_autocast:
+            return True
+        return torch.compiler.is_exporting() if torch.compiler.is_compiling() else _has_any_global_hook()
 
     @torch.no_grad()
     def _first(self, key: tuple[bool, int], x: Tensor) -> Plan | None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from equipoise.config import convert
+from equipoise.config import convert, parse_yaml
 from equipoise.errors import UserError, one_line
 from equipoise.studies.recipe_match import differences
 from equipoise.studies.results import VERSION, Claim, Epoch, PaperValue, Reading, Result, Study
@@ -27,6 +27,8 @@ MIGRATE = "python tools/migrate_results.py"
 def read_results(path: Path) -> Reading:
     """Read a folder of studies, the folder of one study, or the folder of a run.
 
+    A folder of studies may hold `images.yaml`, a description of the images by the name of their dataset.
+
     Raises:
         UserError: If `path` is not a folder.
     """
@@ -35,13 +37,15 @@ def read_results(path: Path) -> Reading:
     problems: list[str] = []
     single = (path / "recipe.yaml").is_file() or any(path.glob("*.json"))
     folders = [path] if single else sorted(f for f in path.iterdir() if f.is_dir() and not f.name.startswith("."))
-    studies = []
+    images = _images(path.parent if single else path, problems)
+    studies: list[Study] = []
     for folder in folders:
         with _reporting(folder, problems):
             if (folder / "recipe.yaml").is_file():
                 studies.append(_read_run(folder, problems))
             elif any(folder.glob("*.json")):
-                studies.append(_read_study(folder, problems))
+                study = _read_study(folder, problems)
+                studies.append(replace(study, images=images.get(_dataset(study), "")))
     if not studies and not problems:
         problems.append(f"{path} holds no results: neither study.json and ARM-seedN.json nor a run's recipe.yaml")
     return Reading(tuple(studies), tuple(" ".join(line.split()) for line in problems))
@@ -56,6 +60,23 @@ def _reporting(path: Path, problems: list[str]) -> Iterator[None]:
         problems.append(f"{path}: left out: {error}")
     except OSError as error:
         problems.append(f"{path}: left out: {error.strerror or error}")
+
+
+def _images(folder: Path, problems: list[str]) -> Mapping[str, str]:
+    """Read the descriptions of the images by dataset; empty if there are none."""
+    file = folder / "images.yaml"
+    if not file.is_file():
+        return {}
+    with _reporting(file, problems):
+        return convert(parse_yaml(file.read_text(encoding="utf-8"), file.name), Mapping[str, str], file.name)
+    return {}
+
+
+def _dataset(study: Study) -> str:
+    """Return the name of the dataset of a study; empty if it has no run."""
+    recipe = next((run.recipe for runs in (*study.results.values(), *study.diverged.values()) for run in runs), {})
+    data = recipe.get("data", "digits")
+    return str(_mapping(data).get("name", data))
 
 
 # Studies

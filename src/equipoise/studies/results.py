@@ -152,6 +152,7 @@ class Study:
         shows: The tables and figures of the paper that the study is about.
         diverged: Runs that diverged, by arm. They are not among the results.
         budgets: Arms that repeat another arm with another number of epochs, and that arm.
+        images: What the images are, for readers, such as `CIFAR-10 as AVIF q95`; empty if unknown.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Study:
     shows: tuple[str, ...] = ()
     diverged: Mapping[str, tuple[Result, ...]] = field(default_factory=dict)
     budgets: Mapping[str, str] = field(default_factory=dict)
+    images: str = ""
 
     @property
     def stuck(self) -> tuple[Result, ...]:

@@ -8,6 +8,7 @@ from equipoise.topology.bsr import BSRNet
 from equipoise.topology.fast import fast
 from equipoise.topology.gmp import GMP
 from equipoise.topology.granet import GraNet
+from equipoise.topology.hydra import Hydra
 from equipoise.topology.mest import MEST
 from equipoise.topology.pattern import PATTERNS
 from equipoise.topology.rigl import RigL
@@ -31,6 +32,7 @@ ALGORITHMS: Catalogue[type[Algorithm]] = Catalogue(
         "gmp": GMP,
         "granet": GraNet,
         "sr-ste": SRSTE,
+        "hydra": Hydra,
         "bsr-net": BSRNet,
     },
     group="topologies",
@@ -50,6 +52,7 @@ __all__ = [
     "Dense",
     "Dynamic",
     "GraNet",
+    "Hydra",
     "RigL",
     "SRigL",
     "Static",

@@ -15,6 +15,7 @@ from equipoise.shards import is_sharded
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
 from equipoise.topology.bsr import BSRNet
+from equipoise.topology.hydra import Hydra
 from equipoise.topology.selection import unwrap
 from equipoise.topology.srste import SRSTE
 from equipoise.world import ALONE, World
@@ -87,8 +88,11 @@ def _check_not_pruned(topology: Topology, model: nn.Module) -> None:
 
 def _check_optimizer(topology: Topology) -> None:
     """Refuse an optimizer that cannot work, or that lacks a weight: another would revive it after it was dropped."""
-    if isinstance(topology.algorithm, SRSTE) and isinstance(topology.optimizer, LBFGS):
-        raise UserError("SR-STE changes the weights between passes, which LBFGS does not support; use SGD or Adam")
+    for kind, name in ((SRSTE, "SR-STE"), (Hydra, "HYDRA")):
+        if isinstance(topology.algorithm, kind) and isinstance(topology.optimizer, LBFGS):
+            raise UserError(
+                f"{name} changes the weights between passes, which LBFGS does not support; use SGD or Adam"
+            )
     known = {id(p) for group in topology.optimizer.param_groups for p in group["params"]}
     missing = [layer for layer in topology.layers if id(layer.stepped) not in known]
     if missing and len(missing) == len(topology.layers) and topology.storage == "packed":
@@ -118,11 +122,12 @@ def _check_sharding(topology: Topology) -> None:
             "BSR-Net refills one budget of the whole network after every step, which fully_shard does not support; "
             "use DistributedDataParallel or another topology"
         )
-    if isinstance(topology.algorithm, SRSTE):
-        raise UserError(
-            "SR-STE chooses among whole weights after every step, which fully_shard does not support; "
-            "use DistributedDataParallel or another topology"
-        )
+    for kind, name in ((SRSTE, "SR-STE"), (Hydra, "HYDRA")):
+        if isinstance(topology.algorithm, kind):
+            raise UserError(
+                f"{name} chooses among whole weights after every step, which fully_shard does not support; "
+                "use DistributedDataParallel or another topology"
+            )
     if topology.storage == "packed":
         raise UserError(PACKED)
     if not all(sharded):
@@ -176,7 +181,10 @@ def _check_memory(topology: Topology, memory: Mapping[str, Tensor]) -> None:
     for layer in topology.layers:
         if layer.name not in memory:
             continue
-        fitting = [(layer.size,), tuple(layer.mask().shape)]
+        shape = tuple(layer.mask().shape)
+        fitting: list[tuple[int, ...]] = [(layer.size,), shape]
+        if isinstance(topology.algorithm, Hydra):
+            fitting = [(2, *shape)]  # frozen weights and scores
         if layer.memory is not None:
             fitting = [tuple(layer.whole(layer.memory).shape)]
         if (there := tuple(memory[layer.name].shape)) not in fitting:

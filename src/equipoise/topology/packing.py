@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.storage.pack import add_shortcuts, pack_layer, pack_masks, tied_parameters
+from equipoise.storage import pack as storage
+from equipoise.storage.pack import add_shortcuts, cannot_pack, pack_layer, pack_masks, tied_parameters
 from equipoise.storage.packed import PackedWeight
-from equipoise.storage.packed_modules import PackedLayer, is_packable
+from equipoise.storage.packed_modules import PackedLayer, named_layers, no_kernel
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.distribution import active_counts
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def pack(
-    model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology, precision: str = "float32"
+    model: nn.Module,
+    what: Mapping[str, Tensor] | Algorithm | Topology,
+    precision: str = "float32",
+    *,
+    report: bool = False,
 ) -> nn.Module:
     """Return a copy of a model that computes the same function and stores only its active weights.
 
@@ -44,6 +49,9 @@ def pack(
     The weight of a packed layer is a vector called `values`, so an optimizer that excludes vectors from weight decay by
     `ndim` must go by name. Frozen weights stay frozen. Tied weights cannot be packed. `unpack` reverses packing.
 
+    A layer whose dense kernel is estimated to be faster, by its shape and density, computes with its dense weight. So
+    does a layer without a sparse kernel, such as a transposed convolution, and a warning names it.
+
     Args:
         model: The model; it is copied.
         what: The active weights: masks by parameter name ("features.0.weight"), an attached topology, or an algorithm,
@@ -51,15 +59,25 @@ def pack(
         precision: `bf16` stores activations between blocked layers, and their gradients, in bfloat16, which halves the
             memory that a step moves. Weights, their gradients, statistics of BatchNorm and all sums stay float32.
             Inputs and outputs are float32. Layers that run outside the blocked layout compute in float32.
+        report: Whether to print a table of the layers: shape, sparsity, and whether they run sparse or dense and why.
+            `eq.sparse.report` returns it as text.
 
     Raises:
         UserError: If the model cannot be packed, or there is no such precision.
     """
+    packed = _pack(model, what, precision)
+    storage.warn_about_other(packed, stacklevel=3)
+    if report:
+        print(storage.report(packed))
+    return packed
+
+
+def _pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology, precision: str) -> nn.Module:
     if isinstance(what, Mapping):
         return pack_masks(model, what, precision)
     if isinstance(what, Algorithm):
         plan = plan_layers(what, model)  # before the copy: a model that is refused may not be copyable
-        warn_about_lost(what, plan, stacklevel=2)
+        warn_about_lost(what, plan, stacklevel=3)
         model = copy.deepcopy(model)
         for planned in plan:
             mask = torch.zeros(planned.weight.numel(), dtype=torch.bool).index_fill_(0, planned.active, True)
@@ -77,8 +95,8 @@ def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:
     for planned in plan_layers(algorithm, model):
         path, _, leaf = planned.name.rpartition(".")
         layer = model.get_submodule(path)
-        if leaf != "weight" or not path or not is_packable(layer):
-            return f'"{planned.name}" belongs to a {type(layer).__name__} that has no packed form'
+        if obstacle := cannot_pack(model, planned.name) or (leaf == "weight" and no_kernel(layer)):
+            return f'"{planned.name}" of a {type(layer).__name__}: {obstacle}'
         if planned.weight.dtype != torch.float32 or planned.weight.device.type != "cpu":
             return f"packed weights are float32 on a CPU, not {planned.weight.dtype} on {planned.weight.device}"
         if (tied := tied_parameters(model, path)) is not None:
@@ -88,7 +106,7 @@ def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:
 
 def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[SparseWeight]:
     """The packed weights of a model; an empty list if it is not packed."""
-    modules = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, PackedLayer)}
+    modules = named_layers(model)
     if not modules or algorithm.sparsity == 0:
         return []
     if obstacle := algorithm.packing_obstacle():

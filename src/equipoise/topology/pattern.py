@@ -178,7 +178,9 @@ class Block(Pattern):
 
     def obstacle(self, shape: Sequence[int]) -> str | None:
         if shape[0] % self.outputs or shape[1] % self.inputs:
-            return f"{shape[0]} outputs and {shape[1]} inputs do not divide into blocks of {self}"
+            fitting = (math.gcd(shape[0], self.outputs), math.gcd(shape[1], self.inputs))
+            hint = f"; {fitting[0]}x{fitting[1]} would fit" if math.prod(fitting) > 1 else ""
+            return f"{shape[0]} outputs and {shape[1]} inputs do not divide into blocks of {self}{hint}"
         return None
 
     def arrange(self, tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from equipoise.topology.attach_checks import (
 from equipoise.topology.followers import Follower, Followers
 from equipoise.topology.growth import GrowthGradients
 from equipoise.topology.hooks import Hooks
+from equipoise.topology.hydra import LearnedScores, make_scores
 from equipoise.topology.initial import plan_layers, warn_about_lost
 from equipoise.topology.optimizer_state import SkippedStep, loss_scale, restart_lbfgs, start_rprop
 from equipoise.topology.packing import packed_weights
@@ -93,7 +94,7 @@ class Topology:
         check_attaching(self, model, _OWNERS)
         self._unverified: dict[str, int] = {}  # checksums of a loaded state, until the next step
         self.rewiring = make_rewiring(algorithm, self.layers, self.states, self._followers, flat, compile)
-        self._latent = make_latent(algorithm, self.layers)
+        self._latent = make_latent(algorithm, self.layers) or make_scores(algorithm, self.layers, self._momenta)
         self.pruned = PrunedLayers(self.model, self.layers)
         self._install(hooks)
 
@@ -259,7 +260,7 @@ class Topology:
                 scale = self.growth.scale()
             for layer in self.layers:
                 self.algorithm.observe(layer, scale)
-        if self._latent is not None:
+        if self._latent is not None and self._projects_next:
             self._latent.lift(self.growth.scale() if self.attached else None, loss_scale(self.optimizer))
         if self.update_is_next and isinstance(self.algorithm, Dynamic) and self.algorithm.step_at_update == "skip":
             self._skipped.begin(self.optimizer)
@@ -273,12 +274,12 @@ class Topology:
         self._skipped.end(self.optimizer)
         if self.rewiring is not None:
             self.rewiring.after_step(self.steps, self.optimizer.param_groups[0]["lr"])
-        elif self._latent is not None:
+        elif self._latent is not None and self._projects_next:
             self._latent.project()
         elif self.attached:
             # A loop without hooks masks the gradients and changes weights only by its steps: inactive ones stay zero.
             self.apply()
-        if self.update_is_next:
+        if self.update_is_next and self._latent is None:
             self._update()
         start_rprop(self.optimizer, self.layers)
 
@@ -286,16 +287,24 @@ class Topology:
         """Count a step, and prepare the next one."""
         if self.rewires_next and self.rewiring is not None:
             self.rewiring.recount()
-        if self.rewires_next or self.update_is_next or self._latent is not None:
+        projected = self._projects_next
+        if self.rewires_next or self.update_is_next or projected:
             self.updates += 1
             restart_lbfgs(self.optimizer)
         self.steps += 1
+        if projected and not self._projects_next and isinstance(self._latent, LearnedScores):
+            self._latent.finish()
         self._begin_step()
 
     def _begin_step(self) -> None:
         self.growth.begin_step(self.update_is_next)
         if self.rewiring is not None:
             self.rewiring.seed(self.steps)
+
+    @property
+    def _projects_next(self) -> bool:
+        """Whether the next step is one of latent weights or scores: every step of SR-STE, a phase of HYDRA."""
+        return self._latent is not None and (self.window is None or self.update_is_next)
 
     @property
     def rewires_next(self) -> bool:
@@ -319,6 +328,9 @@ class Topology:
             if choice is not None:
                 layer.rewire(*choice, self.states(layer))
         self.check_equal()
+
+    def _momenta(self, layer: SparseWeight) -> Iterator[Tensor]:
+        return layer.states(self.optimizer)
 
     def states(self, layer: SparseWeight) -> list[Tensor]:
         """Tensors that change together with a weight: optimizer state (momentum, moments, ...) and followers."""

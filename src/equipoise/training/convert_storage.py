@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.storage.bitmap import get_bits, pack_bits
-from equipoise.storage.packed_modules import PackedLayer
+from equipoise.storage.packed_modules import named_layers
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the sparse weights, by their names in the unpacked model
 State = dict[str, Any]
@@ -18,9 +18,8 @@ State = dict[str, Any]
 
 def plain_names(model: nn.Module) -> dict[int, str]:
     """Return the name of each parameter in the unpacked model, by `id`."""
-    packed = {id(module.values) for module in model.modules() if isinstance(module, PackedLayer)}
-    named = model.named_parameters()
-    return {id(p): f"{name.removesuffix('values')}weight" if id(p) in packed else name for name, p in named}
+    packed = {id(layer.values): name for name, layer in named_layers(model).items()}
+    return {id(parameter): packed.get(id(parameter), name) for name, parameter in model.named_parameters()}
 
 
 def in_storage(state: State, storage: str, shapes: Shapes) -> State:
@@ -83,7 +82,8 @@ def _packed(state: State, shapes: Shapes) -> State:
 
 
 def _key(name: str, leaf: str) -> str:
-    return name.removesuffix("weight") + leaf
+    """Name of a tensor of the packed layer `a`, whose weight was called `a.weight` or `a_weight`."""
+    return f"{name[: -len('.weight')]}.{leaf}"
 
 
 def _spread(values: Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:

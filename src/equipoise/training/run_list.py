@@ -1,8 +1,8 @@
-"""A table of the runs in a folder."""
+"""What runs train, and a table of the runs in a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,20 @@ def runs_table(runs: Sequence[Path], folder: Path) -> Table:
     return make_table(columns, [[str(run.relative_to(folder)), *_row(RunFolder(run))] for run in runs], str(folder))
 
 
+def method_of(raw: Mapping[str, Any]) -> str:
+    """Describe a recipe: `vgg_c on cifar10, set-itop with agent`."""
+    model, data, topology, correction = _names(raw)
+    return f"{model} on {data}, {topology}{'' if correction == 'none' else f' with {correction}'}"
+
+
+def _names(raw: Mapping[str, Any]) -> list[str]:
+    return [split(raw.get(part, DEFAULT_NAMES[part]), part)[0] for part in PARTS]
+
+
 def _row(run: RunFolder) -> list[str]:
     try:
         raw = run.recipe()
-        names = [split(raw.get(part, DEFAULT_NAMES[part]), part)[0] for part in PARTS]
+        names = _names(raw)
         metrics = run.metrics()
     except UserError as error:
         return ["", "", "", "", "", "", f"damaged: {error}"[:60]]

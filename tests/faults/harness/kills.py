@@ -24,7 +24,20 @@ EPOCHS = 3
 KILLED = -9
 LONGEST = 0.35  # seconds; a run takes slightly longer in a process that has loaded everything
 
-TOPOLOGIES = ("static", "set", "rigl", "srigl", "snfs", "mest", "gmp", "granet", "sr-ste", "bsr-net", "rigl-itop")
+TOPOLOGIES = (
+    "static",
+    "set",
+    "rigl",
+    "srigl",
+    "snfs",
+    "mest",
+    "gmp",
+    "granet",
+    "sr-ste",
+    "bsr-net",
+    "rigl-itop",
+    "hydra",
+)
 CORRECTIONS: dict[str, Any] = {
     "sgd": "sgd",
     "agent, recompute": {"name": "agent", "mode": "recompute"},
@@ -114,6 +127,8 @@ class Pipeline:
             moving = {"distribution": "erk"}
         if self.topology == "sr-ste":
             moving = {"pattern": "fan_in"}
+        if self.topology == "hydra":
+            moving = {"begin": 0.3, "until": 0.7}
         return tiny(
             epochs=EPOCHS,
             topology={"name": self.topology, "sparsity": 0.8, **moving},
@@ -139,9 +154,10 @@ class Pipeline:
 
 
 def pipelines(processes: int = 1) -> list[Pipeline]:
-    """List every topology with every correction in both storages; SR-STE has one."""
+    """List every topology with every correction in both storages; SR-STE and HYDRA have one."""
     parts = itertools.product(TOPOLOGIES, CORRECTIONS, STORAGES)
-    return [Pipeline(*part, processes) for part in parts if (part[0], part[2]) != ("sr-ste", "packed")]
+    masked = [(topology, "packed") for topology in ("sr-ste", "hydra")]
+    return [Pipeline(*part, processes) for part in parts if (part[0], part[2]) not in masked]
 
 
 def kill(subject: Subject, seed: str, folder: Path, tally: Tally) -> None:

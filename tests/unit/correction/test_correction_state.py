@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,25 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gmp": GMP(sparsity=0.5, every=4, until=1.0),
 }
 BATCHES, EPOCHS = 5, 4
+
+
+def leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values of a state that are not containers."""
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else None
+    if items is None:
+        yield path
+        return
+    for key, value in items:
+        yield from leaves(value, (*path, key))
+
+
+def replaced(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a state with another value at a path."""
+    if not path:
+        return value
+    new = copy.copy(state)
+    new[path[0]] = replaced(state[path[0]], path[1:], value)
+    return new
 
 
 class Run:
@@ -182,3 +203,21 @@ def test_a_checkpoint_can_hold_the_state(tmp_path: Path) -> None:
     rows: list[Tensor] = state["mode"]["rows"]
     assert [(row.numel(), row.dtype) for row in rows] == [(active, torch.bfloat16)] * 3
     assert state["snapshot"] == {}, "replay with a fixed weight keeps no old weights"
+
+
+@pytest.mark.parametrize("wrong", ["word", [1.0], torch.ones(2, 3), None], ids=["word", "list", "tensor", "none"])
+@pytest.mark.parametrize("name", ["agent, replay", "gradient per layer, running", "pays", "agent-mvr", "saga"])
+def test_a_state_with_a_wrong_value_is_refused_or_trains(name: str, wrong: Any) -> None:
+    run = Run(ESTIMATORS[name], ALGORITHMS["set"])
+    run.train(7)
+    state = run.correction.state_dict()
+    parts = ("counters", "active_vector", "coefficient", "mode", "statistics", "loss_pairs", "decision")
+    for path in leaves({part: state[part] for part in parts}):
+        again = copy.deepcopy(run)
+        try:
+            again.correction.load_state_dict(replaced(state, path, wrong))
+        except (UserError, TypeError, AttributeError, ValueError, RuntimeError, LookupError):
+            continue  # the reader of a checkpoint turns all of them into one line
+        with contextlib.suppress(UserError):
+            again.train(9)
+        again.correction.report()

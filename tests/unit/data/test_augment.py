@@ -1,13 +1,19 @@
 """Crops, shifts and flips against a slow oracle, one image at a time."""
 
+from random import Random
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from scipy.ndimage import affine_transform
+from scipy.stats import ks_2samp
 
 from equipoise.data.augment import Augment, Moves, move
+from equipoise.data.image_files import ResizedCrop
 from equipoise.errors import UserError
 
 
@@ -92,6 +98,9 @@ def test_shift_reaches_the_whole_fraction():
         ({"crop": False, "shift": float("nan")}, "shift=nan"),
         ({"shift": 0.1}, "crop=False"),
         ({"fractional": True}, "fractional is about a shift"),
+        ({"crop": False, "resized": 1.5}, "resized=1.5"),
+        ({"crop": False, "resized": True}, "resized=True"),
+        ({"resized": 0.08}, "neither cropped nor shifted; set crop=False"),
     ],
 )
 def test_wrong_options_are_explained(options, words):
@@ -144,5 +153,59 @@ def test_fractional_draws_are_uniform_within_the_shift():
 def test_fractional_moves_compile_to_one_graph():
     images = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
     moves = Augment(crop=False, shift=0.2, fractional=True).draw(4, 8, 8, seed=0, epoch=0)
+    whole = torch.compile(move, backend="eager", fullgraph=True)
+    assert torch.equal(whole(images, moves, reflect=False), move(images, moves, reflect=False))
+
+
+# Resized parts
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
+def test_parts_are_resized_as_torch_and_pillow_do(seed, channels, height, width):
+    rng = np.random.default_rng(seed)
+    images = torch.from_numpy(rng.integers(0, 256, (3, channels, height, width), dtype=np.uint8))
+    highs, wides = rng.integers(1, height + 1, 3), rng.integers(1, width + 1, 3)
+    tops, lefts = rng.integers(0, height - highs + 1), rng.integers(0, width - wides + 1)
+    flips = torch.from_numpy(rng.random(3) < 0.5)
+    parts = torch.from_numpy(np.stack([tops, lefts, highs, wides], 1)).float()
+    moved = move(images, Moves(parts, flips), reflect=False)
+    for n in range(3):
+        part = images[n, :, tops[n] : tops[n] + highs[n], lefts[n] : lefts[n] + wides[n]]
+        expected = F.interpolate(part[None].float(), (height, width), mode="bilinear", align_corners=False)[0]
+        expected = expected.flip(-1) if flips[n] else expected
+        torch.testing.assert_close(moved[n], expected, atol=1e-3, rtol=0)
+        box = (int(lefts[n]), int(tops[n]), int(lefts[n] + wides[n]), int(tops[n] + highs[n]))
+        pillow = Image.fromarray(images[n, 0].numpy()).crop(box).resize((width, height), Image.Resampling.BILINEAR)
+        pixels = np.asarray(pillow).astype(float)
+        np.testing.assert_allclose(moved[n, 0].numpy(), pixels[:, ::-1] if flips[n] else pixels, atol=1.01)  # of 255
+
+
+def test_drawn_parts_have_the_distribution_of_single_draws():
+    """`ResizedCrop` draws one box at a time, with Python's random numbers."""
+    count = 20_000
+    parts = Augment(crop=False, resized=0.08).draw(count, 32, 32, seed=0, epoch=0).offsets.double()
+    rng, crop = Random(0), ResizedCrop()
+    boxes = torch.tensor([crop.box(32, 32, rng) for _ in range(count)], dtype=torch.float64)
+    left, top, right, bottom = boxes.T
+    single = torch.stack([top, left, bottom - top, right - left], 1)
+    assert torch.equal(parts, parts.round())
+    assert (parts[:, :2] >= 0).all()
+    assert (parts[:, :2] + parts[:, 2:] <= 32).all()
+    both = [(*boxes.T, boxes[:, 2] * boxes[:, 3]) for boxes in (parts, single)]  # with the area
+    for ours, theirs in zip(*both, strict=True):
+        assert ks_2samp(ours.numpy(), theirs.numpy()).statistic < 0.02  # p of about 0.0007
+
+
+def test_a_long_image_has_its_largest_centred_part():
+    parts = Augment(crop=False, resized=1.0).draw(5, 4, 40, seed=0, epoch=0).offsets
+    assert parts.tolist() == [[0, 17, 4, 5]] * 5
+
+
+def test_resized_parts_compile_to_one_graph_and_repeat():
+    images = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
+    augment = Augment(crop=False, resized=0.08)
+    moves = augment.draw(4, 8, 8, seed=0, epoch=0)
+    assert torch.equal(moves.offsets, augment.draw(4, 8, 8, seed=0, epoch=0).offsets)
+    assert not torch.equal(moves.offsets, augment.draw(4, 8, 8, seed=0, epoch=1).offsets)
     whole = torch.compile(move, backend="eager", fullgraph=True)
     assert torch.equal(whole(images, moves, reflect=False), move(images, moves, reflect=False))

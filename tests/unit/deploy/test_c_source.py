@@ -191,5 +191,5 @@ def test_other_models_are_refused(model: nn.Module, shape: tuple[int, ...], mess
 def test_types_of_values() -> None:
     with pytest.raises(UserError, match="C source stores float32 or int8, not bf16"):
         c_source(nn.Linear(3, 2), (3,), "bf16")
-    with pytest.raises(UserError, match="c stores float32 or int8; only the packed format has bf16 values"):
+    with pytest.raises(UserError, match="c stores float32 or int8; --format packed has bf16 values"):
         check_request(Path("net.c"), "c", "bf16")

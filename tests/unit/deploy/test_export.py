@@ -202,9 +202,10 @@ def test_a_network_refuses_integers(tmp_path: Path, dense: bool) -> None:
     ("words", "told"),
     [
         (["--values", "int4"], 'no type of values is called "int4"; did you mean "int8"'),
-        (["--format", "tflite"], 'no format is called "tflite"; choose from c, onnx, packed, state_dict'),
+        (["--format", "tflite"], 'no format is called "tflite"; choose from 2:4, c, onnx, packed, state_dict'),
         (["--weights", "best"], 'no weights are called "best"; choose from plain, bn_recalibrated, ema'),
-        (["--format", "state_dict", "--values", "bf16"], "only the packed format has bf16 values"),
+        (["--format", "state_dict", "--values", "bf16"], "--format packed has bf16 values"),
+        (["--format", "2:4", "--values", "int8"], "2:4 stores bf16; --format packed has int8 values"),
     ],
 )
 def test_wrong_words(run: Path, command: Command, tmp_path: Path, words: list[str], told: str) -> None:

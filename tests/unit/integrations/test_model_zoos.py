@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 import equipoise as eq
 from equipoise.analysis.flops import count, total
 from equipoise.errors import UserError
+from equipoise.storage.packed_modules import named_layers
 from equipoise.topology.selection import select
 
 pytestmark = pytest.mark.xdist_group("frameworks")
@@ -54,6 +55,36 @@ def test_timm(timm: Any, name: str, expected: set[str]) -> None:
     images, labels = torch.randn(2, 3, *model.pretrained_cfg["input_size"][1:]), torch.tensor([0, 1])
     topology = trained(model, lambda: cross_entropy(model(images), labels))
     assert dense(model, topology.masks) == expected
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_convnext", "test_efficientnet", "test_vit", "test_mambaout"])
+def test_timm_is_packed(timm: Any, name: str) -> None:
+    """Subclasses of Linear and Conv2d, depthwise and grouped convolutions."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=4)
+    images = torch.randn(2, 3, *model.pretrained_cfg["input_size"][1:])
+    mine = eq.sparse.pack(model, eq.SET(sparsity=0.6))
+    state, masks = eq.sparse.unpack(mine)
+    assert masks.keys() == select(model).keys()
+    model.load_state_dict(state)
+    outcomes = [net.eval()(images) for net in (model, mine)]
+    for out in outcomes:
+        out.square().sum().backward()
+    torch.testing.assert_close(outcomes[1], outcomes[0], rtol=1e-3, atol=1e-4)
+    largest = max(
+        float(weight.grad.abs().max()) for weight in map(model.get_parameter, masks) if weight.grad is not None
+    )
+    for (weight_name, mask), layer in zip(masks.items(), named_layers(mine).values(), strict=True):
+        gradient = model.get_parameter(weight_name).grad
+        assert gradient is not None
+        torch.testing.assert_close(layer.values.grad, gradient[mask], rtol=1e-2, atol=1e-4 * largest)
+
+
+def test_a_convolution_of_timm_with_its_own_padding_is_named(timm: Any) -> None:
+    model = nn.Sequential(timm.layers.Conv2dSame(3, 4, 3, stride=2), nn.Conv2d(4, 4, 1))
+    with pytest.warns(UserWarning, match=r'dense weights: "0" \(Conv2dSame overrides its forward\)$'):
+        mine = eq.sparse.pack(model, eq.SET(sparsity=0.5))
+    assert eq.sparse.report(mine).splitlines()[1].split("  ")[-1] == "dense: Conv2dSame overrides its forward"
 
 
 class TorchvisionBlock(nn.Module):
@@ -98,6 +129,17 @@ def test_gpt2(hf: Any) -> None:
     budget = 0.2 * sum(layer.nx * layer.nf for layer in layers.values())
     for name, mask in topology.masks.items():
         assert int(mask.sum()) == pytest.approx(budget * sums[name] / sum(sums.values()), abs=1)
+
+
+def test_gpt2_is_packed_with_dense_kernels(hf: Any) -> None:
+    torch.manual_seed(0)
+    model, tokens = hf.gpt2().eval(), torch.randint(20, (4, 6))
+    with pytest.warns(UserWarning, match=r"dense weights: .*no sparse kernel computes a Conv1D.* and \d+ more"):
+        mine = eq.sparse.pack(model, eq.SET(sparsity=0.5))
+    state, masks = eq.sparse.unpack(mine)
+    assert masks.keys() == select(model).keys()
+    model.load_state_dict(state)
+    torch.testing.assert_close(mine(tokens).logits, model(tokens).logits)
 
 
 def test_flops_of_gpt2(hf: Any) -> None:

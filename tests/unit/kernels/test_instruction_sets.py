@@ -26,9 +26,11 @@ def test_kernels_of_every_level(level: str, tmp_path: Path, monkeypatch: pytest.
     if LEVELS[level] not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"this machine has no {LEVELS[level]}")
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path))
-    monkeypatch.setenv("EQUIPOISE_CFLAGS", f"-DEQ_NO_CLONES -march={level}")
+    registers = "" if level == "x86-64-v4" else " -DEQ_ACCUMULATORS=8"
+    monkeypatch.setenv("EQUIPOISE_CFLAGS", f"-DEQ_NO_CLONES -march={level}{registers}")
     environment = {**os.environ, "EQUIPOISE_KERNELS": str(build.compiled()), "OMP_NUM_THREADS": "2"}
-    tests = [str(TESTS / name) for name in ("test_operators.py", "test_half.py", "test_linear.py")]
+    names = ("test_operators.py", "test_half.py", "test_blocks.py", "test_linear.py")
+    tests = [str(TESTS / name) for name in names]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=TESTS.parents[2])
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -78,6 +79,24 @@ def test_verdicts_come_first_and_need_no_script(results: Path) -> None:
     assert "−2.95 points" in cells
 
 
+def test_a_page_of_the_papers_studies_opens_with_the_summary_and_the_six_claims(tmp_path: Path) -> None:
+    write_study(tmp_path / "results/other")
+    folder = write_study(tmp_path / "results/set-itop", name="set-itop")
+    for arm, seed in ((arm, seed) for arm in ("SGD", "AGENT") for seed in (0, 1)):
+        write_result(result_file(folder, arm, seed), result_json(arm, seed, name="set-itop"))
+    (tmp_path / "results/images.yaml").write_text("digits: tiny pictures\n")
+    text = page_of(tmp_path / "results")
+    page = Page(re.sub(r"<script.*?</script>", "", text, flags=re.S))
+    assert page.all("h2")[:2] == ["Summary", "Six claims of the paper"]
+    assert page.all("h2")[-3:] == ["A study", "Claims", "How to read this page"]  # charts before the long lists
+    assert text.index('id="six-claims"') < text.index("<nav") < text.index('id="study-0"')
+    sentences = re.findall("<li>(.*?)</li>", text.partition('class="summary"')[2].partition("</ul>")[0])
+    assert len(sentences) == 6
+    assert sentences[0].startswith("Tried: 4 runs of 1 study on tiny pictures")  # without the other study
+    assert any("tiny pictures · fewer than 3 runs of an arm" in words for words in page.all("p"))
+    assert all(caption.endswith("· tiny pictures") for caption in page.all("figcaption"))
+
+
 def test_no_page_is_written_if_there_is_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     for name in "ab":
@@ -138,10 +157,11 @@ def test_gains_are_differences_from_the_baseline_paired_by_seed_at_every_epoch(t
     assert chart["names"][2] == "AGENT - SGD"
     (series,) = chart["views"][0]["series"]
     assert (chart["views"][0]["label"], series["arm"]) == ("plain", 2)
-    assert [point[:3] for point in series["points"]] == [[epoch, None, None] for epoch in range(1, 7)]
-    means, deviations = zip(*(point[3:] for point in series["points"]), strict=True)
+    epochs, means, deviations = zip(*series["points"], strict=True)
+    assert epochs == (1, 2, 3, 4, 5, 6)
     assert means == pytest.approx([0.04, 0.04, 0.05, 0.04, 0.04, 0.04])
     assert deviations == pytest.approx([0, 0, 0.02 / 2**0.5, 0, 0, 0], rel=1e-4, abs=1e-9)
+    assert chart["finding"] == "plain, at the end: AGENT - SGD +4.00 points"
 
 
 def test_a_run_that_diverged_is_named_with_its_arm(results: Path) -> None:
@@ -178,16 +198,51 @@ def test_the_data_of_the_charts_is_that_of_the_files(results: Path) -> None:
     (study,) = json.loads(text)
     assert study["arms"] == ["SGD", "AGENT"]
     charts = {chart["title"]: chart for chart in study["charts"]}
+    assert (
+        charts["Accuracy on test images"]["finding"] == "plain, at the end: SGD 60.05 ± 0.07 %, AGENT 62.05 ± 0.07 %"
+    )
     points = charts["Accuracy on test images"]["views"][0]["series"][1]["points"]
-    assert points[2] == [3, 3, 6, pytest.approx(0.3205), pytest.approx(0.00070711, rel=1e-4)]
-    assert [view["label"] for view in charts["Correction"]["views"]] == ["c", "weight γc"]
-    assert charts["Correction"]["views"][0]["series"] == [
-        {"arm": 1, "points": [[i, i, 2 * i, 0.5, 0] for i in range(1, 7)]}
+    assert points[2] == [3, pytest.approx(0.3205), pytest.approx(0.00070711, rel=1e-4)]
+    assert study["costs"][1]["3"] == [3, 6]  # gradient evaluations and seconds
+    assert [view["label"] for view in charts["Weight of the correction"]["views"]] == ["c", "weight γc"]
+    assert charts["Weight of the correction"]["views"][0]["series"] == [
+        {"arm": 1, "points": [[i, 0.5, 0] for i in range(1, 7)]}
     ]
-    assert charts["Cost"]["groups"][0]["rows"] == [[0, 1, 0], [1, 1, 0]]
-    dots = charts["Density by layer"]
-    assert dots["layers"] == [["fc", 100], ["head", 10]]
-    assert dots["series"] == [{"arms": [0, 1], "densities": [0.05, 1]}]
+
+
+def test_bars_and_dots_are_drawn_to_scale_without_a_script(results: Path) -> None:
+    for seed, seconds in ((0, 4.0), (1, 6.0)):
+        value = result_json("SGD", seed)
+        for entry in value["epochs"]:
+            entry["seconds"] = seconds * entry["epoch"]
+        write_result(result_file(results / "s", "SGD", seed), value)
+    text = re.sub(r"<script.*?</script>", "", page_of(results), flags=re.S)
+    page = Page(text)
+    assert {"training seconds per epoch", "gradient evaluations per epoch, SGD = 1"} <= set(page.all("caption"))
+
+    def rows(part: str) -> dict[tuple[str, str], str]:
+        found = re.findall(r'<tr><th scope="row">(\w+)</th><td>(<svg.*?</svg>)</td><td>([^<]*)</td></tr>', part)
+        return {(name, value): svg for name, svg, value in found}
+
+    bars = rows(text.partition("training seconds per epoch")[2].partition("</table>")[0])
+    # 5 ± √2 seconds for SGD and 2 ± 0 for AGENT; the longest bar with its deviation fills the width
+    most = 5 + 2**0.5
+    sgd, agent = bars["SGD", "5 ± 1.4"], bars["AGENT", "2"]
+    assert f'<rect width="{100 * 5 / most:.2f}%"' in sgd
+    assert f'x1="{100 * (5 - 2**0.5) / most:.2f}%" x2="100.00%"' in sgd
+    assert f'<rect width="{100 * 2 / most:.2f}%"' in agent
+    assert "<line" not in agent
+    # 5 of 100 weights of fc, all of head: the axis has the decades from 1 to 100 %
+    dots = rows(text)
+    fc, head = dots["fc", "100"], dots["head", "10"]
+    assert "<title>all arms: 5.00 %</title>" in fc
+    assert re.findall(r'<circle class="a0" cx="([\d.]+)%"', fc) == [f"{100 * (1 + math.log10(0.05) / 2):.2f}"]
+    assert 'cx="100.00%"' in head
+
+
+def test_the_page_of_all_committed_results_stays_below_one_and_a_half_megabytes() -> None:
+    page = page_of(Path(__file__).parents[3] / "results")
+    assert len(page.encode()) < 1_500_000
 
 
 def test_the_page_loads_nothing_and_runs_only_its_own_script(results: Path) -> None:
@@ -198,13 +253,14 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(results: Path) -> N
         a for _, attributes in page.elements for a in attributes if a in ("src", "style") or a.startswith("on")
     ]
     assert {a["href"][0] for _, a in page.elements if a.get("href")} == {"#"}  # of the table of contents
-    assert set(re.findall(r"https?://[^\s\"')]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"https?://[^\s\"')]+", text)) == {"https://github.com/leeoniya/uPlot"}  # of its licence
     assert "@import" not in text
     assert "url(" not in "".join(page.all("style"))
     (policy,) = [a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
-    script = max(page.all("script"), key=lambda t: "use strict" in t)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}'" in policy  # type: ignore[operator]
+    for kind, texts in (("style", page.all("style")), ("script", page.all("script")[1:])):
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+        assert len(digests) == 2  # uPlot's and ours
+        assert f"{kind}-src " + " ".join(f"'sha256-{digest}'" for digest in digests) in policy  # type: ignore[operator]
     assert "default-src 'none'" in policy  # type: ignore[operator]
 
 
@@ -240,7 +296,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     page = Page(page_of(tmp_path / "results"))
     names = [name for name, _ in page.elements]
     assert "img" not in names
-    assert names.count("script") == 2
+    assert names.count("script") == 3
     assert not [a for _, attributes in page.elements for a in attributes if a.startswith("on")]
     assert HOSTILE in page.all("h2")
     assert Page(page_of(tmp_path / "results" / "s")).all("h1") == [HOSTILE]
@@ -269,8 +325,8 @@ def test_a_run_gives_the_same_page(tmp_path: Path) -> None:
     assert "51.00" in page.all("td")
     assert "2 epochs" in page.all("p")
     points = json.loads(page.all("script")[0])[0]["charts"][0]["views"][0]["series"][0]["points"]
-    assert points == [[1, 1, 2, 0.25, None], [2, 2, 4, 0.5, None]]
-    assert {"Accuracy on test images", "Correction"} <= set(page.all("figcaption"))
+    assert points == [[1, 0.25, None], [2, 0.5, None]]
+    assert {"Accuracy on test images", "Weight of the correction"} <= set(page.all("figcaption"))
 
 
 # The command
@@ -323,10 +379,14 @@ def test_chromium_draws_the_charts_without_an_error(tmp_path: Path, kind: str) -
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "report.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert not [words for words in done.stderr.splitlines() if "CONSOLE" in words]
-    charts = done.stdout.count('<figure class="chart')
-    assert charts >= 5
-    assert len(re.findall(r"<svg [^>]*role=\"img\"", done.stdout)) >= charts
-    assert len(re.findall(r'<path class="line [^"]*" d="M[\d.,L-]+"', done.stdout)) >= (3 if kind == "sound" else 2)
-    assert '<rect class="bar a0"' in done.stdout
-    assert "NaN" not in done.stdout.partition("<script")[0]
-    assert "<img" not in done.stdout
+    dom = done.stdout
+    curves = dom.count('<figure class="chart lines')
+    assert curves >= 4
+    assert dom.count("<canvas ") == dom.count('class="uplot ') == curves
+    buttons = re.findall(r'<div class="u-label"><button type="button" aria-pressed="true">(.*?)</button>', dom)
+    assert len(buttons) >= curves
+    if kind == "sound":
+        assert {"SGD", "AGENT", "AGENT - SGD"} == set(buttons)
+        assert '<td class="u-value">62.05 ± 0.07 %</td>' in dom  # AGENT at the end, while no pointer is on the chart
+    assert "NaN" not in dom.partition("<script")[0]
+    assert "<img" not in dom

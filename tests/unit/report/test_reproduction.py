@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,20 @@ import pytest
 from scipy.stats import ttest_ind
 
 from equipoise.errors import UserError
-from equipoise.report.reproduction import deviations, paper_items, shown, write_page
+from equipoise.report.reproduction import (
+    deviations,
+    missing_cost,
+    paper_items,
+    seconds_per_image,
+    shown,
+    with_results,
+    write_page,
+)
 from equipoise.report.six_claims import paper_claims
 from equipoise.studies.compare import Spread
-from equipoise.studies.design import read_study
-from equipoise.studies.results import result_file, write_result
+from equipoise.studies.design import read_design, read_study
+from equipoise.studies.results import Result, result_file, write_result
+from study_helpers import result
 
 
 def put(
@@ -50,13 +61,17 @@ def test_without_results_everything_is_listed_as_not_run(tmp_path: Path) -> None
     (tmp_path / "none").mkdir()
     write_page(tmp_path / "none", tmp_path / "docs/page.md")
     page = (tmp_path / "docs/page.md").read_text()
+    listed = page.partition("## Appendix: not run")[2]
     for item in paper_items():
-        assert row(page, item.item)[-1].startswith("not run")
+        assert re.search(rf"[,|] {re.escape(item.item)}[ ,]", listed), item.item
+        assert f"| {item.item} | {item.claims} | [" not in page
     for claim in paper_claims():
         assert row(page, claim.name)[-1] == "**not tested**"
-        assert f"> - {claim.name}: not tested." in page
+    assert "> - Of the paper's six claims, judged in their main settings: 6 not tested (" in page
     assert "The study `published` has not been run" in page
-    assert "| mvr | " in page.partition("## Appendix: not run")[2]
+    design = read_study("mvr")
+    epochs = sum(design.raw(arm, 0)["epochs"] for arm in design.every_arm) * len(design.seeds)
+    assert row(listed, "mvr")[3:6] == [str(len(design.every_arm) * len(design.seeds)), str(epochs), "?"]
     assert not list(tmp_path.glob("docs/*.svg"))
 
 
@@ -80,11 +95,64 @@ def test_verdicts_and_numbers(tmp_path: Path) -> None:
     assert control[-1] == "not tested: SGD has no finished seed"
     assert page.index("| claim | said to be better") < page.index("| control | said to be better")
     assert "| MVR | accuracy, epoch 20 | 62.6 % | 51.0 ± 1.0 % (3) |" in page
-    assert "| MVR | 0, 1, 2 | 80.0 ± 10.0 % (3) | 80.0 ± 10.0 % (3) |  | 80 (3) |" in page
-    assert "Run on cpu, torch 2, 2026-01-02, commit 0123456789. Not run: SGD, MVR without momentum, " in page
-    assert row(page, "Table 1 TRADES")[-1].startswith("not run")
-    assert row(page, "Table 5")[-1] == "1 of 2 studies run"
-    assert "Cost: 480 seconds" in page  # six runs of 40 epochs of two seconds
+    assert "| MVR | 0, 1, 2 | 80.0 ± 10.0 % (3) | 80.0 ± 10.0 % (3) |  | 80 |" in page
+    assert (
+        "Run on cpu, torch 2, 2026-01-02, commit 0123456789. Seconds are those of one run, start-up included." in page
+    )
+    assert " Not run: SGD, MVR without momentum, " in page
+    assert row(page, "Table 5")[2] == "[mvr](#mvr)"
+    assert (
+        "Cost: 480 seconds of training, start-up included (480 on cpu)" in page
+    )  # six runs of 40 epochs of two seconds
+
+
+def test_the_parts_of_the_page_come_in_the_order_of_a_reproducibility_report(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    write_page(tmp_path / "none", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    parts = [
+        "Six claims",
+        "Primary metrics",
+        "Deviations",
+        "Baseline calibration",
+        "Why the paper saw gains",
+        "Limits",
+    ]
+    found = [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
+    assert found == [*parts, "Appendix: tables and figures of the paper", "Appendix: not run"]
+    assert sum(line.startswith("> - ") for line in page.splitlines()) == 6
+    assert page.index("> **Summary**") < page.index("## Six claims")
+
+
+def test_missing_runs_cost_what_runs_of_their_kind_took() -> None:
+    study, design = with_results(read_design("mvr"), None, []), read_design("mvr")
+    plain = {**design.raw("SGD", 0), "epochs": 4}
+    corrected = {**design.raw("AGENT+MVR", 0), "epochs": 4}
+    gpu = {"device": "a GPU"}
+
+    def run(recipe: dict[str, Any], seconds: float, **more: Any) -> Result:
+        return replace(result("x", 0, [0.5] * 4), **{"recipe": recipe, "spent": seconds, "environment": gpu, **more})
+
+    runs = [run(plain, 4.0), run(plain, 40.0), run(plain, 8.0), run(corrected, 20.0)]  # medians: 2 and 5 s an epoch
+    runs.append(run(plain, 1e6, environment={"device": "cpu"}))
+    count, _, seconds = missing_cost(study, seconds_per_image(runs))
+    expected = 0
+    for arm in design.every_arm:
+        recipe = design.raw(arm, 0)
+        rate = 5 if "correction" in recipe else 2
+        expected += rate * recipe["epochs"] * len(design.seeds)
+    assert (count, seconds) == (str(len(design.every_arm) * len(design.seeds)), f"{expected:,}")
+    assert missing_cost(study, seconds_per_image(runs[:3]))[2] == "?"
+
+
+def test_the_images_are_named_next_to_the_numbers(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    put(results, "MVR", 0, {20: 0.5, 40: 0.6}, recipe=read_study("mvr").raw("MVR", 0))
+    (results / "images.yaml").write_text("cifar10: small pictures\n")
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "Images: small pictures. Run on cpu" in page
+    assert "> - Tried: 1 run of 1 study on small pictures, in 80 seconds of training." in page
 
 
 def test_an_arm_that_diverged_is_reported(tmp_path: Path) -> None:

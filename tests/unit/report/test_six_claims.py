@@ -11,6 +11,7 @@ import pytest
 from scipy.stats import t, ttest_ind
 
 from equipoise.report.six_claims import judge_claims, paper_claims
+from equipoise.report.summary import summary
 from equipoise.report.waterfall import HIGH_RATE, LOW_RATE, PUBLISHED, RAW, draw, waterfall
 from equipoise.studies.design import read_design
 from equipoise.studies.results import Claim, Result, Study
@@ -63,7 +64,7 @@ def test_replicates_of_two_studies_are_pooled() -> None:
     assert effect is not None
     assert effect.p == pytest.approx(expected.pvalue)
     assert (early.main.runs, early.main.plain.word) == ("4 and 4", "supported")
-    assert "4 and 4 runs; the paper has +9.20 points" in early.sentence
+    assert early.evidence.endswith(", 4 and 4 runs; the paper: +9.20 points")
 
 
 def test_the_main_setting_has_enough_runs() -> None:
@@ -72,6 +73,43 @@ def test_the_main_setting_has_enough_runs() -> None:
     (early,) = [c for c in judge_claims({"published": few, "set-itop": many}) if c.claim.name == EARLY]
     assert early.main.setting.name.startswith("SET-ITOP")
     assert early.main.plain.word == "inconclusive"
+
+
+def test_a_control_is_never_the_main_setting() -> None:
+    dense, sparse = (
+        [
+            replace(result(arm, seed, [0.5]), measured={"correlation": 0.4 + noise, **everywhere(noise)})
+            for seed, noise in enumerate((-0.01, 0.0, 0.01))
+        ]
+        for arm, everywhere in (
+            ("dense", lambda noise: {"correlation everywhere": 0.4 + noise}),
+            ("RigL 95 %", lambda noise: {"correlation everywhere": 0.1 + noise}),
+        )
+    )
+    judged = judge_claims({"sparsity-digits": study(*dense, *sparse)})[-1]
+    assert judged.main.setting.metric == "correlation-everywhere"
+    assert judged.main.plain.word == "supported"
+    assert judged.caveat.startswith("control, correlation, digits")
+    assert judged.caveat.endswith("not supported")  # equal correlations
+
+
+# The summary
+
+
+def test_the_summary_has_six_sentences_with_the_numbers_of_the_main_settings() -> None:
+    one = study(*runs("AGENT 99 %", [0.70, 0.71, 0.72]), *runs("BSR-Net 99 %", [0.60, 0.61, 0.62]))
+    studies = {"table1-standard": one, "published": published()}
+    sentences = summary([*studies.values()], judge_claims(studies), waterfall(published(), 20))
+    assert len(sentences) == 6
+    assert sentences[0].startswith("Tried: 18 runs of 2 studies")
+    assert "1 supported (Accuracy early in training)" in sentences[1]
+    assert "early in training: +10.00 points, 95 % CI" in sentences[2]
+    assert "(the paper: +9.20 points)" in sentences[2]
+    assert "at the end: not tested" in sentences[3]
+    assert "scored one step after a raw pass, +4.07 points (p < 0.05); " in sentences[4]
+    assert sentences[4].endswith("the correction itself, −0.50 points.")
+    assert "our baseline differs from the paper's by +1.40 points" in sentences[5]
+    assert sentences[5].endswith("0 of 6 arms have fewer than 3 runs.")
 
 
 # The waterfall
@@ -105,6 +143,11 @@ def test_the_steps_of_the_waterfall_add_up() -> None:
         "the steps add up to +7.6 points (62.0 to 69.6 %), the paper's gap is +9.2 (60.6 to 69.8 %)" in found.sentence
     )
     assert "1.6 points remain unexplained" in found.sentence
+    # paired differences of 4 to 4.2 points are clear; means that differ by 3 points with a deviation of 1 are too
+    assert found.conclusion == (
+        "Learning rate 0.1 to 0.04; scored one step after a raw pass: p < 0.05. "
+        "10 % of the raw gradient; the correction itself: not significant."
+    )
 
 
 def test_a_score_is_compared_with_the_other_score_of_the_same_runs() -> None:
@@ -133,4 +176,6 @@ def test_the_drawing_is_sound_xml_with_a_bar_for_every_number() -> None:
     assert all(float(bar.get("width", "0")) > 0 for bar in bars)
     texts = [text.text for text in svg.findall("{http://www.w3.org/2000/svg}text")]
     assert {"60.6 %", "62.0 %", "+3.0", "+4.1", "+1.0", "−0.5", "69.6 %", "69.8 %"} <= set(texts)
+    assert texts[0] == "Epochs 16 to 20: −0.5 of +7.6 points are the correction's"
+    assert "bars begin at 59 %" in texts[1]
     assert not re.search(r"style|script", draw(found))

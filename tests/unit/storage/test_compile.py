@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from equipoise.deploy.frozen import freeze
 from equipoise.kernels import library
+from equipoise.storage.pack import blocked_modules
 from equipoise.storage.packed_modules import PackedLayer
 from sparse_helpers import convolutions, linear, packed_model, sequences
 
@@ -68,6 +72,113 @@ def test_a_packed_model_compiles_to_one_graph_before_and_after_rewiring(name: st
         wanted = outcome(model, model, x)
         for found, value in zip(outcome(compiled, model, x), wanted, strict=True):
             torch.testing.assert_close(found, value)
+
+
+def operators_in(model: nn.Module, *inputs: Tensor) -> list[str]:
+    """Names of the package's operators in the one graph of a compiled model."""
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        found.extend(name for name in names if name.startswith("equipoise."))
+        return graph.forward
+
+    torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    torch._dynamo.reset()
+    return found
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 6, 3), nn.BatchNorm2d(6, momentum=None), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(24, 4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_convolutional_network_is_one_operator_that_stays_in_the_blocked_layout(training: bool) -> None:
+    torch.manual_seed(0)
+    eager, x = packed_model(network()).train(training), torch.randn(17, 3, 6, 6)
+    assert blocked_modules(eager) == [""]
+    model = copy.deepcopy(eager)
+    assert operators_in(copy.deepcopy(model), x) == ["equipoise.blocked.default"]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(3):  # statistics of BatchNorm change from step to step
+        for found, value in zip(outcome(compiled, model, x), outcome(eager, eager, x), strict=True):
+            torch.testing.assert_close(found, value)
+        for buffer, other in zip(model.buffers(), eager.buffers(), strict=True):
+            torch.testing.assert_close(buffer, other)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), eager(x))
+
+
+def test_compiled_code_sees_weights_that_change_inside_it() -> None:
+    """The operator takes its weights as arguments and not from the module."""
+    torch.manual_seed(0)
+    model, x = packed_model(network()).eval(), torch.randn(17, 3, 6, 6)
+    twice = copy.deepcopy(model)
+
+    def run(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = net(x)
+        for parameter in net.parameters():
+            parameter.mul_(2)
+        return first, net(x)
+
+    with torch.no_grad():
+        found = torch.compile(run, backend="aot_eager", fullgraph=True)(model, x)
+        wanted = run(twice, x)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_gradients_of_inactive_weights_are_recorded_in_compiled_code() -> None:
+    torch.manual_seed(0)
+    eager, x = packed_model(network()).eval(), torch.randn(17, 3, 6, 6)
+    model = copy.deepcopy(eager)
+    for net, run in ((eager, eager), (model, torch.compile(model, backend="aot_eager", fullgraph=True))):
+        for layer in net.modules():
+            if isinstance(layer, PackedLayer):
+                layer.open_probe()
+        run(x).square().sum().backward()
+    for mine, other in zip(model.modules(), eager.modules(), strict=True):
+        if isinstance(mine, PackedLayer) and isinstance(other, PackedLayer):
+            assert mine.probe is not None
+            assert other.probe is not None
+            assert torch.count_nonzero(other.probe.grad)
+            torch.testing.assert_close(mine.probe.grad, other.probe.grad)
+
+
+def test_a_frozen_network_compiles() -> None:
+    model, x = freeze(packed_model(network())), torch.randn(17, 3, 6, 6)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for images in (x, x[:1]):
+        torch.testing.assert_close(compiled(images), model(images))
+
+
+def test_the_operators_are_registered_completely() -> None:
+    torch.manual_seed(0)
+    model, x = packed_model(network()).train(), torch.randn(17, 3, 6, 6, requires_grad=True)
+    calls: list[tuple[Any, ...]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        def run(*args: Any) -> object:
+            values: dict[torch.fx.Node, Any] = {}
+            given = iter(args)
+            for node in graph.graph.nodes:
+                if node.op == "placeholder":
+                    values[node] = next(given)
+                elif str(node.target) == "equipoise.blocked.default":
+                    calls.append(torch.fx.node.map_arg(node.args, values.__getitem__))
+            return graph.forward(*args)
+
+        return run
+
+    torch.compile(model, backend=backend, fullgraph=True)(x)
+    inputs, tensors, wanted, training, key = calls[0]
+    operators = torch.ops.equipoise
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    torch.library.opcheck(
+        operators.blocked.default, (inputs.detach().requires_grad_(), leaves, wanted, training, key)
+    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from equipoise import SET
 from equipoise.deploy.frozen import freeze, is_frozen
 from equipoise.errors import UserError
-from equipoise.kernels import library
+from equipoise.kernels import library, operators
 from equipoise.models.resnet import resnet18
 from equipoise.models.vgg import vgg_c
 from equipoise.storage.pack import blocked_modules, describe, unpack
@@ -171,7 +171,7 @@ def test_real_networks_stay_blocked_throughout(
     assert blocked_modules(mine) == [""]
     assert set(describe(mine).values()) == {"sparse"}
     assert is_frozen(freeze(mine))
-    x = torch.rand(2, 3, 32, 32)
+    x = torch.rand(16, 3, 32, 32)
     mine(x)
     calls = []
     monkeypatch.setattr("equipoise.kernels.blocked._copy", lambda *_, to_blocked: calls.append(to_blocked))
@@ -315,17 +315,43 @@ def test_rewiring_changes_the_function() -> None:
         layer.rewire(torch.tensor([3, 2]), torch.zeros(2))
 
 
-def test_a_dense_layer_runs_dense_and_says_so() -> None:
-    model = nn.Sequential(nn.Conv2d(64, 256, 3, padding=1), nn.BatchNorm2d(256), nn.ReLU(), nn.Conv2d(256, 8, 1))
-    masks = {"0.weight": torch.ones(256, 64, 3, 3).bool(), "3.weight": torch.rand(8, 256, 1, 1) < 0.1}
-    mine = pack(model, masks)
-    how = describe(mine)
-    assert how["0"].startswith("dense")
-    assert how["3"] == "sparse"
-    x = torch.randn(3, 64, 5, 5)
+def test_a_dense_layer_runs_dense_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    layers = [nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    model = nn.Sequential(
+        *copy.deepcopy(layers), *copy.deepcopy(layers), *copy.deepcopy(layers), nn.Conv2d(64, 64, 1)
+    )
+    densities = {"0.weight": 0.01, "3.weight": 1.0, "6.weight": 0.01, "9.weight": 0.05}
+    masks = {name: torch.rand(model.get_parameter(name).shape) < density for name, density in densities.items()}
+    mine = pack(model, masks, report=True)
+    assert blocked_modules(mine) == [""]
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["module", "shape", "sparsity", "runs"]
+    assert table[2].split()[:4] == ["3", "64x64x3x3", "0.00", "%"]
+    assert [line.split("  ")[-1] for line in table[1:]] == list(describe(mine).values())
+    slow = "dense: the dense kernel is faster at this density"
+    assert describe(mine) == {"0": "sparse", "3": slow, "6": "sparse", "9": "sparse"}
+    x = torch.randn(16, 64, 5, 5)
     with torch.no_grad():
-        model[3].weight.mul_(masks["3.weight"])  # type: ignore[operator]
+        for name, mask in masks.items():
+            model.get_parameter(name).mul_(mask)
     torch.testing.assert_close(mine(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("density", "images", "blocked"), [(0.02, 16, True), (0.02, 1, False), (0.6, 16, False)])
+def test_a_network_whose_dense_kernels_are_faster_runs_dense(
+    density: float, images: int, blocked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense weights, or a single image, which the blocked layout would pad to sixteen."""
+    model = nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(3)))
+    masks = sparse(model, density)
+    mine, x = pack(model, masks), torch.randn(images, 64, 4, 4)
+    wanted = model(x)
+    torch.testing.assert_close(mine(x), wanted, rtol=1e-4, atol=1e-4)
+    calls: list[object] = []
+    kernel = operators._run_conv
+    monkeypatch.setattr(operators, "_run_conv", lambda *args, **kwargs: (calls.append(1), kernel(*args, **kwargs)))
+    mine(x)
+    assert bool(calls) is blocked
 
 
 def test_linear_takes_any_leading_dimensions() -> None:
@@ -371,14 +397,9 @@ def test_wrong_masks_are_refused(name: str, mask: Tensor, message: str) -> None:
         pack(plain(), {name: mask})
 
 
-def test_wrong_types_and_padding_modes_are_refused() -> None:
+def test_wrong_types_are_refused() -> None:
     with pytest.raises(UserError, match="float32 on cpu"):
         pack(plain().double(), {"0.weight": torch.ones(10, 3, 3, 3).bool()})
-    with pytest.raises(UserError, match="zero padding"):
-        pack(
-            nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")),
-            {"0.weight": torch.ones(1, 1, 3, 3).bool()},
-        )
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")

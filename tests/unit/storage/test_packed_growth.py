@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,10 +147,10 @@ def test_growth_sees_the_gradient_of_a_weight_that_a_forward_reads(algorithm: ty
 
 
 def test_the_example_for_contributors_runs_as_printed() -> None:
-    text = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    text = (Path(__file__).parents[3] / "docs" / "guides" / "algorithm.md").read_text(encoding="utf-8")
+    (algorithm,) = re.findall(r"```python\n(.*?class GrowBySign.*?)\n\n\ntopology =", text, re.DOTALL)
     names: dict[str, Any] = {"__name__": __name__}
-    exec(textwrap.dedent(block), names)
+    exec(algorithm, names)
     masked, packed = both(names["GrowBySign"](sparsity=0.9, every=5), accumulated())
     assert_same_masks(masked, packed, 5)
 

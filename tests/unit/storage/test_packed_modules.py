@@ -231,23 +231,6 @@ def test_padding_by_name(layer: nn.Module, shape: tuple[int, ...], images: int) 
     torch.testing.assert_close(freeze(mine)(x), model(x).detach())
 
 
-@pytest.mark.parametrize(
-    ("layer", "kind"),
-    [
-        (nn.Conv2d(3, 5, 2, padding="same"), "Conv2d"),
-        (nn.Conv1d(3, 5, 4, padding="same"), "Conv1d"),
-        (nn.Conv3d(3, 5, 3), "Conv3d"),
-        (nn.ConvTranspose2d(3, 5, 3), "ConvTranspose2d"),
-    ],
-)
-def test_a_refusal_names_the_type_and_a_remedy(layer: nn.Module, kind: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), copy.deepcopy(layer))
-    with pytest.raises(UserError, match=rf'"1.weight" of a {kind}:.*exclude=\("1",\).*masked storage'):
-        pack(model, {"1.weight": torch.ones_like(model.get_parameter("1.weight")).bool()})
-    assert kind in str(why_not(model, SET(sparsity=0.5)))
-    assert isinstance(pack(model, SET(sparsity=0.5, exclude=("1",))).get_submodule("0"), PackedLayer)
-
-
 # -- states of other layers, and parameters of other types
 
 
@@ -349,3 +332,15 @@ def test_norms_of_another_length_are_refused(name: str, frozen: bool) -> None:
     getattr(norm, name).data = torch.ones(1)
     with pytest.raises(UserError, match=rf"{name} of a BatchNorm of 8 channels has the shape \[1\]"):
         (freeze(model) if frozen else model)(torch.rand(3, 1, 8, 8))
+
+
+@pytest.mark.skipif(not library.available(), reason=library.reason())
+def test_denser_layers_stay_sparse_if_their_weights_form_blocks() -> None:
+    torch.manual_seed(0)
+    layer, density = nn.Conv2d(256, 256, 3), 0.75
+    blocks = (torch.rand(16, 1, 256, 3, 3) < density).expand(-1, 16, -1, -1, -1).reshape(layer.weight.shape)
+    single = torch.rand_like(layer.weight) < density
+    in_blocks, unstructured = packed(layer, blocks), packed(layer, single)
+    assert in_blocks is not None
+    assert unstructured is not None
+    assert (in_blocks.how(), unstructured.how()) == ("sparse", "dense: the dense kernel is faster at this density")

@@ -94,7 +94,7 @@ def test_gradients_are_as_good_as_those_of_autocast() -> None:
 @pytest.mark.parametrize("under_autocast", [False, True])
 def test_activations_are_stored_in_bf16_and_parameters_in_float32(under_autocast: bool) -> None:
     model = pack(net(), masks(net()), precision="bf16").train()
-    x = torch.rand(4, 3, 8, 8)
+    x = torch.rand(32, 3, 8, 8)
     with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast):
         assert saved_types(model, x) == {torch.bfloat16}
         out = model(x)
@@ -108,7 +108,7 @@ def test_activations_are_stored_in_bf16_and_parameters_in_float32(under_autocast
 
 def test_copies_keep_the_precision_and_unpacking_loses_nothing() -> None:
     model = pack(net(), masks(net()), precision="bf16").eval()
-    x = torch.rand(4, 3, 8, 8)
+    x = torch.rand(32, 3, 8, 8)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert saved_types(twin, x) == {torch.bfloat16}
         assert torch.equal(twin(x), model(x))

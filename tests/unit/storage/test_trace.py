@@ -480,5 +480,5 @@ def test_a_change_in_place_of_the_input_reaches_the_caller() -> None:
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("resnet34", "vgg16")])
 def test_models_of_the_package_are_one_program(name: str) -> None:
     mine = pack(MODELS[name](), SET(sparsity=0.99))
-    assert blocked_modules(mine) == [""]
+    assert blocked_modules(mine) == ([] if name == "mlp" else [""])  # linear layers are faster on plain vectors
     assert is_frozen(freeze(mine))

@@ -78,6 +78,7 @@ def test_the_catalogue_describes_every_algorithm() -> None:
         "gmp",
         "granet",
         "sr-ste",
+        "hydra",
         "bsr-net",
     }
     assert all(lines.values())

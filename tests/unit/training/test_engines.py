@@ -71,6 +71,26 @@ def test_sr_ste_is_replayed(correction: str) -> None:
     assert eager.parts.topology.exploration > 0.5
 
 
+def test_hydra_is_replayed() -> None:
+    """Recorded steps before and after those that learn scores, which are taken eagerly."""
+
+    def run(engine: Engine) -> Trainer:
+        topology = {"name": "hydra", "sparsity": 0.8, "begin": 0.4, "until": 0.7}
+        chosen = {"topology": topology, "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}, "device": "cpu"}
+        trainer = Trainer(make_recipe(BASE | chosen | {"epochs": 5}), engine=engine)
+        while trainer.epoch < 5:
+            trainer.run_epoch()
+        return trainer
+
+    engine = ReplayEngine()
+    replayed, eager = run(engine), run(FixedAddressEngine())
+    assert_same(replayed, eager)
+    assert engine.replays > 0
+    assert eager.parts.topology.updates > 0
+    assert eager.parts.topology.density == pytest.approx(0.2, abs=0.01)
+    assert all((la.parameter.detach()[~la.mask()] == 0).all() for la in eager.parts.topology.layers)
+
+
 def test_a_smaller_last_batch_is_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BASE, "data", {**BASE["data"], "batch": 500})
     case = ("set", "recompute", "adam", "trades")

@@ -34,9 +34,14 @@ LINE = {
 
 def topology(name: str, **options: Any) -> dict[str, Any]:
     own: dict[str, Any] = {"every": 2}
-    own = {"dense": {}, "static": {}, "bsr-net": {"distribution": "erk"}, "sr-ste": {"pattern": "fan_in"}}.get(
-        name, own
-    )
+    others: dict[str, dict[str, Any]] = {
+        "dense": {},
+        "static": {},
+        "bsr-net": {"distribution": "erk"},
+        "sr-ste": {"pattern": "fan_in"},
+        "hydra": {"begin": 0.1, "until": 0.5},
+    }
+    own = others.get(name, own)
     return {"name": name, **({} if name == "dense" else {"sparsity": 0.8}), **own, **options}
 
 

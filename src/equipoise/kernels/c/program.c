@@ -6,16 +6,22 @@ int eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, i
 void eq_flat_conv(const map *x, const map *y, const tap *taps, const int32_t *start, const float *bias, int relu,
                   int threads);
 
-enum { CONV, PLANE, POOL, COPY };
+void eq_block_conv(const map *x, const map *y, const int32_t *start, const int32_t *offset, const float *weights,
+                   int64_t kernel, int64_t reach, const float *bias, int relu, int threads);
+void eq_flat_block_conv(const map *x, const map *y, const int32_t *start, const int32_t *offset, const float *weights,
+                        int64_t kernel, const float *bias, int relu, int threads);
+
+enum { CONV, PLANE, POOL, COPY, BLOCKS };
 
 typedef struct {
     map x, y, residual;          /* residual.data is NULL if there is none */
     int32_t kind, lanes;         /* lanes: 16 images side by side, or 1 */
     int32_t relu, pool;
     const tap *taps;
-    const int32_t *start;
-    int64_t blocks, reach;
-    const float *scale, *shift;  /* PLANE: per channel, NULL means 1 and 0. CONV: shift is the bias. */
+    const int32_t *start, *offset; /* offset and weights: BLOCKS */
+    const float *weights;
+    int64_t blocks, reach;       /* BLOCKS: positions in the kernel, and reach */
+    const float *scale, *shift;  /* PLANE: per channel, NULL means 1 and 0. Convolutions: shift is the bias. */
     int32_t kernel[2], stride[2], padding[2], dilation[2]; /* POOL: rows and columns of windows */
     int32_t mean, count_padding; /* POOL: means instead of the largest numbers; padding counts in them as zeros */
 } step;
@@ -100,7 +106,11 @@ static void planes_job(const void *work, int part, int parts) {
 void eq_program(const step *steps, int64_t count, int threads) {
     for (const step *a = steps; a < steps + count; a++) {
         const int64_t work = a->x.n * a->x.c * a->x.h * a->x.w * a->lanes;
-        if (a->kind != CONV)
+        if (a->kind == BLOCKS && a->lanes == 1)
+            eq_flat_block_conv(&a->x, &a->y, a->start, a->offset, a->weights, a->blocks, a->shift, a->relu, threads);
+        else if (a->kind == BLOCKS)
+            eq_block_conv(&a->x, &a->y, a->start, a->offset, a->weights, a->blocks, a->reach, a->shift, a->relu, threads);
+        else if (a->kind != CONV)
             eq_run(planes_job, a, work < 20000 ? 1 : threads); /* waking threads takes one or two microseconds */
         else if (a->lanes == 1)
             eq_flat_conv(&a->x, &a->y, a->taps, a->start, a->shift, a->relu, threads);

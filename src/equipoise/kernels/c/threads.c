@@ -54,7 +54,9 @@ int eq_level(void) {
 }
 
 int eq_accumulators(void) {
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(EQ_ACCUMULATORS)
+    return EQ_ACCUMULATORS; /* to test the code for other machines */
+#elif defined(__x86_64__) && defined(__GNUC__)
     return __builtin_cpu_supports("avx512vl") ? 16 : 8; /* of 32 or 16 vector registers */
 #else
     return 8;

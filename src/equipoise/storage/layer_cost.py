@@ -1,0 +1,68 @@
+"""Estimated time of a layer on the sparse kernels and on torch's dense ones.
+
+Times are those of a forward and a backward pass, per image and position of the output, in units of one weight of a
+dense convolution. They were fitted to layers of 32 to 512 channels on one core with AVX-512 (`bench/cpu.py layers`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from equipoise.kernels.geometry import ConvShape
+from equipoise.kernels.library import LANES
+
+SPARSE_WEIGHT = 2.0  # an active weight in the sparse kernels
+BLOCK_WEIGHT = 1.65  # the same in the kernel for blocks of 16 outputs
+SPARSE_CHANNEL = 20  # a channel that a sparse convolution reads or writes
+CONVERTED_CHANNEL = 60  # a channel converted to the blocked layout or back
+TOKEN_WEIGHT, TOKEN_CHANNEL = 2.2, 10  # the same for a linear layer on row-major vectors
+DEPTHWISE_WEIGHT = 7  # a weight of torch's depthwise convolution
+LEAVING = 1.2  # margin for leaving the blocked layout inside a network and coming back
+ALONE = 1.25  # margin for converting the input and output of a single layer
+FEW_CHANNELS = 64  # of input and output together; smaller layers are not estimated, because fixed costs decide
+
+
+def is_small(shape: ConvShape) -> bool:
+    """Return whether a layer has too few channels for an estimate."""
+    return shape.in_channels + shape.out_channels < FEW_CHANNELS
+
+
+def dense(shape: ConvShape) -> float:
+    """Return the time of torch's dense kernel."""
+    depthwise = 1 < shape.groups == shape.in_channels
+    return shape.weight_numel * (DEPTHWISE_WEIGHT if depthwise else 1)
+
+
+def sparse(shape: ConvShape, active: int, images: int = LANES, weight: float = SPARSE_WEIGHT) -> float:
+    """Return the time of the sparse kernel on blocked activations; `weight` is that of one active weight."""
+    return padding(images) * (weight * active + SPARSE_CHANNEL * _channels(shape))
+
+
+def padding(images: int, lanes: int = LANES) -> float:
+    """Return the factor by which a batch of fewer than `lanes` images grows in the blocked layout."""
+    return max(1.0, lanes / max(1, images))
+
+
+def conversion(shape: ConvShape) -> float:
+    """Return the time of converting the input and the output of a layer from one layout to the other."""
+    return CONVERTED_CHANNEL * _channels(shape)
+
+
+def sparse_alone(shape: ConvShape, active: int, images: int) -> float:
+    """Return the time of the sparse kernel between plain tensors."""
+    return ALONE * (sparse(shape, active, images) + conversion(shape))
+
+
+def outside_blocks(shape: ConvShape) -> float:
+    """Return the time of torch's dense kernel between layers in the blocked layout."""
+    return LEAVING * (dense(shape) + conversion(shape))
+
+
+def sparse_on_tokens(shape: ConvShape, active: int) -> float:
+    """Return the time of the sparse linear kernel on row-major vectors."""
+    return TOKEN_WEIGHT * active + TOKEN_CHANNEL * _channels(shape)
+
+
+def _channels(shape: ConvShape) -> int:
+    """Channels read and written for one position of the output."""
+    return shape.in_channels * math.prod(shape.stride) + shape.out_channels

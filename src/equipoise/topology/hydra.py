@@ -1,0 +1,150 @@
+"""HYDRA: pretrain a dense model, learn a score for each weight, and fine-tune the weights with the best scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.errors import UserError
+from equipoise.storage.masked import ACTIVE, DROPPED, MaskedWeight
+from equipoise.storage.sparse_weight import SparseWeight, highest
+from equipoise.topology.algorithm import Algorithm
+from equipoise.topology.distribution import Distribution, Shapes
+from equipoise.topology.schedule import Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hydra(Algorithm):
+    """HYDRA (Sehwag et al. 2020): pretrain dense, learn which weights to keep with the loss itself, fine-tune those.
+
+    Training has three phases. Until `begin` the model is dense. Until `until` its weights w are frozen and every weight
+    has a score, which starts at s = sqrt(6/fan_in)·w/max|w|. The model computes with mask⊙w; the mask has the largest
+    |s| of each layer. The gradient g of mask⊙w gives that of the scores (straight-through), g⊙w⊙sign(s), and the
+    optimizer steps them like weights. Then the mask stays, and the kept weights are trained on. Momentum starts at zero
+    in every phase. The learning rates of the phases are those of the schedule, such as `piecewise`.
+
+    Biases of sparse layers train in all phases; the authors' code freezes them while scores are learned. The first of
+    these steps has the gradient of the dense model, which is scored once more before it is pruned. Scores and frozen
+    weights take two more dense tensors while scores are learned, and a checkpoint stores them. Masked storage only.
+
+    Args:
+        distribution: `uniform`, as published: every layer has the same sparsity.
+        begin: Fraction of the training after which scores are learned. 0 prunes a model that is already trained.
+        until: Fraction of the training after which the kept weights are fine-tuned. The defaults are those of the
+            paper: 100, 20 and 100 epochs.
+    """
+
+    distribution: Distribution = "uniform"
+    begin: float = 5 / 11
+    until: float = 6 / 11
+
+    dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "at updates"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_fan_in:
+            raise UserError(f"min_fan_in={self.min_fan_in}: HYDRA keeps the best scores of a layer and no minimum")
+        if self.pattern:
+            raise UserError(f'pattern="{self.pattern}": HYDRA keeps single weights; use sr-ste')
+        Window(1, self.begin, self.until, 1)
+
+    def initial_counts(self, shapes: Shapes, model: nn.Module) -> dict[str, int]:
+        return {name: math.prod(shape) for name, shape in shapes.items()}
+
+    def window(self, total_steps: int | None) -> Window:
+        """The steps at which scores are learned."""
+        if total_steps is None:
+            raise UserError("Hydra needs total_steps, the number of optimizer steps, in attach()")
+        window = Window(1, self.begin, self.until, total_steps)
+        if not window.last_update:
+            raise UserError(
+                f"begin={self.begin}, until={self.until}: no step of {total_steps} learns scores, so nothing would be "
+                "pruned; train longer"
+            )
+        return window
+
+    def packing_obstacle(self) -> str:
+        return "HYDRA learns scores of all weights"
+
+
+class LearnedScores:
+    """The frozen weights and the scores of HYDRA: the `memory` of the sparse weights while scores are learned.
+
+    Args:
+        layers: The sparse weights.
+        momenta: Returns the tensors of the optimizer's state that are shaped like a weight.
+    """
+
+    def __init__(self, layers: Sequence[MaskedWeight], momenta: Callable[[SparseWeight], Iterable[Tensor]]) -> None:
+        self._layers, self._momenta = list(layers), momenta
+
+    def activity_of(self, stepped: Tensor) -> Tensor | None:
+        """The mask of a tensor that the optimizer steps; `None` if it has none."""
+        found = (layer.masked.activity for layer in self._layers if layer.masked.tensor is stepped)
+        return next(found, None)
+
+    @torch.no_grad()
+    def lift(self, ratio: Tensor | None, loss_scale: Tensor | None) -> None:
+        """Make the parameters the scores, with the gradients of the scores, before an optimizer step.
+
+        Args:
+            ratio: Factor by which the recorded gradients exceed `.grad`; `None` if there is none.
+            loss_scale: Not needed: the gradient of a score is proportional to that of its weight.
+        """
+        for layer in self._layers:
+            value = layer.parameter.detach()
+            if layer.memory is None:  # the first step that learns scores
+                layer.memory = torch.stack([value, initial_scores(value)])
+                self._restart(layer)
+            weight, score = layer.memory
+            if layer.stepped.grad is not None:
+                gradient = layer.view(layer.stepped.grad)
+                if layer.growth is not None:
+                    recorded = layer.growth.to(gradient)
+                    recorded = recorded if ratio is None else recorded / ratio.to(recorded)
+                    gradient.copy_(torch.where(layer.mask(), gradient, recorded))
+                gradient.mul_(weight * score.sign())
+            value.copy_(score)
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Remember the scores after an optimizer step, renew the masks, and make the parameters the kept weights."""
+        for layer in self._layers:
+            assert layer.memory is not None
+            weight, score = layer.memory
+            score.copy_(layer.parameter.detach())
+            best = highest(score.abs().reshape(-1), layer.final)
+            on = torch.zeros_like(score, dtype=torch.bool).view(-1).index_fill_(0, best, True).view(score.shape)
+            layer.activity.copy_(torch.where(on, ACTIVE, DROPPED))  # every weight was active before
+            layer.recount()
+            layer.parameter.detach().copy_(torch.where(on, weight, 0))
+
+    def finish(self) -> None:
+        """Forget scores and frozen weights, before the kept weights are fine-tuned."""
+        for layer in self._layers:
+            layer.memory = None
+            self._restart(layer)
+
+    def _restart(self, layer: SparseWeight) -> None:
+        for momentum in self._momenta(layer):
+            momentum.zero_()
+
+
+def initial_scores(weight: Tensor) -> Tensor:
+    """Return the scaled initialisation of the scores: sqrt(6/fan_in)·w/max|w|."""
+    fan_in = math.prod(weight.shape[1:])
+    return math.sqrt(6 / fan_in) * weight / weight.abs().max().clamp(min=torch.finfo(weight.dtype).tiny)
+
+
+def make_scores(
+    algorithm: Algorithm, layers: Sequence[SparseWeight], momenta: Callable[[SparseWeight], Iterable[Tensor]]
+) -> LearnedScores | None:
+    """The scores of HYDRA; `None` for other algorithms."""
+    if not isinstance(algorithm, Hydra) or not layers:
+        return None
+    return LearnedScores([layer for layer in layers if isinstance(layer, MaskedWeight)], momenta)

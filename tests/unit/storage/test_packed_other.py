@@ -1,0 +1,122 @@
+"""Layers without a sparse kernel: packed in storage, dense in computation, and named in a warning."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from equipoise import SET
+from equipoise.errors import UserError
+from equipoise.storage.pack import describe, unpack
+from equipoise.storage.packed_modules import PackedConv2d, PackedLayer, PackedLinear
+from equipoise.topology.packing import pack, why_not
+
+
+class Standardised(nn.Conv2d):
+    """A convolution that overrides its forward, as some of timm's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.weight - self.weight.mean()) / self.weight.std()
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+class Named(nn.Linear):
+    """A subclass that computes what its base class computes."""
+
+
+LAYERS = [
+    (nn.Conv2d(3, 5, 2, padding="same"), (3, 9, 7), "equal zero padding"),
+    (nn.Conv2d(3, 5, 3, padding=1, padding_mode="reflect"), (3, 9, 7), "equal zero padding"),
+    (nn.Conv1d(3, 5, 4, padding="same"), (3, 9), "equal zero padding"),
+    (nn.Conv3d(3, 5, 3), (3, 5, 5, 4), "no sparse kernel computes a Conv3d"),
+    (nn.ConvTranspose2d(3, 5, 3, stride=2), (3, 4, 4), "no sparse kernel computes a ConvTranspose2d"),
+    (Standardised(3, 5, 3), (3, 6, 6), "Standardised overrides its forward"),
+]
+
+
+@pytest.mark.parametrize(("layer", "shape", "reason"), LAYERS)
+def test_a_layer_without_a_kernel_trains_like_the_masked_one(
+    layer: nn.Module, shape: tuple[int, ...], reason: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(copy.deepcopy(layer), nn.Flatten())
+    weight = model.get_parameter("0.weight")
+    mask = torch.rand(weight.shape) < 0.4
+    with torch.no_grad():
+        weight.mul_(mask)
+    with pytest.warns(UserWarning, match=rf'layers that compute with dense weights: "0" \(.*{reason}.*\)'):
+        mine = pack(model, {"0.weight": mask})
+    x = torch.randn(2, *shape)
+    model(x).square().sum().backward()
+    mine(x).square().sum().backward()
+    torch.testing.assert_close(mine(x), model(x))
+    assert weight.grad is not None
+    torch.testing.assert_close(mine.get_parameter("0.values").grad, weight.grad[mask])
+    assert describe(mine)["0"].startswith("dense: ")
+    state, masks = unpack(mine)
+    assert torch.equal(state["0.weight"], weight)
+    assert torch.equal(masks["0.weight"], mask)
+    torch.testing.assert_close(copy.deepcopy(mine)(x), model(x))
+    with torch.no_grad():
+        for _ in range(2):  # the second call takes the kept weight
+            torch.testing.assert_close(mine.eval()(x), model(x))
+        mine.get_parameter("0.values").mul_(2)
+        weight.mul_(2)
+        torch.testing.assert_close(mine(x), model(x))
+    assert mine.get_submodule("0").kernel_size == layer.kernel_size  # type: ignore[union-attr]
+    assert type(layer).__name__ in str(why_not(model, SET(sparsity=0.5)))  # a recipe uses masked storage
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model = nn.Sequential(nn.Conv3d(2, 3, 2))
+    model.get_parameter("0.weight").requires_grad_(False)
+    with pytest.warns(UserWarning, match="dense weights"):
+        mine = pack(model, {"0.weight": torch.ones(3, 2, 2, 2, 2).bool()})
+    assert {name: p.requires_grad for name, p in mine.named_parameters()} == {"0.values": False, "0.bias": True}
+
+
+def test_threads_may_call_the_same_layer() -> None:
+    model = nn.Sequential(nn.Conv3d(2, 3, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mine = pack(model, {"0.weight": torch.ones(3, 2, 2, 2, 2).bool()})
+    inputs = [torch.randn(1, 2, 4, 4, 4) for _ in range(4)]
+    found: list[Tensor | None] = [None] * 4
+
+    def run(i: int) -> None:
+        for _ in range(20):
+            found[i] = mine(inputs[i]).detach()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for x, y in zip(inputs, found, strict=True):
+        torch.testing.assert_close(y, model(x).detach())
+
+
+def test_a_subclass_that_inherits_its_forward_runs_sparse() -> None:
+    model = nn.Sequential(Named(6, 4), nn.Unflatten(1, (4, 1, 1)), nn.Conv2d(4, 4, 1, groups=4))
+    mine = pack(model, {"0.weight": torch.rand(4, 6) < 0.5, "2.weight": torch.ones(4, 1, 1, 1).bool()})
+    assert [type(layer) for layer in mine.modules() if isinstance(layer, PackedLayer)] == [PackedLinear, PackedConv2d]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "told"),
+    [
+        (nn.Sequential(nn.Bilinear(2, 3, 4), nn.GRU(4, 4)), "1.weight_ih_l0", "not the matrix of weights of a GRU"),
+        (nn.Sequential(nn.BatchNorm2d(4)), "0.weight", "not the matrix of weights of a BatchNorm2d"),
+        (nn.Linear(3, 4), "weight", "wrap it in nn.Sequential"),
+    ],
+)
+def test_other_parameters_are_refused_by_name(model: nn.Module, name: str, told: str) -> None:
+    mask = torch.ones_like(model.get_parameter(name)).bool()
+    with pytest.raises(UserError, match=rf'^cannot pack "{name}": .*{told}.*masked storage$'):
+        pack(model, {name: mask})

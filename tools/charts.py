@@ -1,0 +1,279 @@
+"""Draw the charts of README and docs from committed results.
+
+    python tools/charts.py [--out docs]
+
+- time-to-accuracy.png: final accuracy over training time. On a GPU from the study `time-to-accuracy`, with the seconds
+  of an epoch from bench/results/startup.jsonl for runs that shared their device; on two CPU cores from
+  bench/results/cpu_accuracy.jsonl.
+- epochs-to-accuracy.png: final accuracy over epochs, from the study `time-to-accuracy`.
+- deploy.png: size, latency and throughput of an exported model, from bench/results/deploy.json of bench/deploy.py.
+
+A panel or a chart without data is left out. Each file holds a digest of its data, by which tools/check_figures.py
+notices that the results have changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from equipoise.display.figures import COLOURS, drawing
+from equipoise.studies.reading import read_results
+from equipoise.studies.results import Result
+
+ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "bench" / "results"
+OURS = "ours: fast recipe, 99 % sparse"
+FAMILIES = {"dense": "dense", "SET-ITOP published": "SET-ITOP as in the paper, 99 % sparse", "fast": OURS}
+KINDS = {"float32": "dense, float32", "bf16": "dense, bf16", "sparse": OURS}
+SHORT = {
+    OURS: "ours",
+    **{name: name.split(" as in")[0] for name in (*FAMILIES.values(), *KINDS.values()) if name != OURS},
+}
+UNITS = {"one H200": "s", "two CPU cores": "min"}
+LOOKS = {OURS: (COLOURS[0], "o"), FAMILIES["SET-ITOP published"]: (COLOURS[1], "s")}
+LOOKS |= {"dense": (COLOURS[6], "D"), KINDS["float32"]: (COLOURS[6], "D"), KINDS["bf16"]: (COLOURS[5], "^")}
+
+
+class Point(NamedTuple):
+    """A budget of training: its time, and the mean and deviation of the final accuracy in percent over runs."""
+
+    time: float
+    mean: float
+    std: float
+
+
+Panel = dict[str, list[Point]]  # by family
+
+
+def read_lines(file: str) -> list[dict[str, Any]]:
+    """Read a file of JSON lines; none if it does not exist."""
+    path = BENCH / file
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def point(times: Sequence[float], accuracies: Sequence[float]) -> Point:
+    std = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+    return Point(statistics.mean(times), 100 * statistics.mean(accuracies), 100 * std)
+
+
+# Accuracy over training time
+
+
+def time_to_accuracy() -> dict[str, Panel] | None:
+    """Return the points of both panels; `None` if neither has a run of ours."""
+    panels = {"one H200": gpu_points(), "two CPU cores": cpu_points()}
+    shown = {name: panel for name, panel in panels.items() if OURS in panel}
+    return shown or None
+
+
+def budgets() -> dict[tuple[str, int], Sequence[Result]]:
+    """Return the runs of VGG-C in the study, by arm without its epochs, and epochs."""
+    folder = ROOT / "results" / "time-to-accuracy"
+    arms = read_results(folder).studies[0].results if folder.is_dir() else {}
+    named = {arm: re.fullmatch(r"(?!VGG-16)(.*), (\d+) epochs", arm) for arm in arms}
+    return {(match[1], int(match[2])): arms[arm] for arm, match in named.items() if match and arms[arm]}
+
+
+def gpu_points() -> Panel:
+    """Return the budgets whose training time is known."""
+    timed = [line["seconds"] / line["epochs"] for line in read_lines("startup.jsonl") if "train" in line]
+    found: Panel = {}
+    for (arm, epochs), results in budgets().items():
+        times = seconds_of(results) or ([epochs * statistics.mean(timed)] if timed else [])
+        if times and arm in FAMILIES:
+            found.setdefault(FAMILIES[arm], []).append(point(times, [result.test["plain"] for result in results]))
+    return {family: sorted(points) for family, points in found.items()}
+
+
+def seconds_of(results: Sequence[Result]) -> list[float]:
+    """Return the training seconds of runs that had the device to themselves."""
+    return [seconds for result in results if (seconds := result.epochs[-1].seconds) is not None]
+
+
+def cpu_points() -> Panel:
+    """Return the arms of bench/cpu_accuracy.py, in minutes."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for line in read_lines("cpu_accuracy.jsonl"):
+        if line["accuracy"] is not None:
+            runs.setdefault(line["arm"], []).append(line)
+    found: Panel = {}
+    for arm, lines in runs.items():
+        minutes = [line["seconds"] / 60 for line in lines]
+        family = KINDS[arm.split(",")[0]]
+        found.setdefault(family, []).append(point(minutes, [line["accuracy"] for line in lines]))
+    return {family: sorted(points) for family, points in found.items()}
+
+
+def fastest(panel: Panel, unit: str) -> str:
+    """Say when each family first ends at an accuracy that all of them reach: `84.7 % in 6 s (ours), 36 s (dense)`."""
+    target = min(max(point.mean for point in points) for points in panel.values())
+    times = {name: min(p.time for p in points if p.mean >= target) for name, points in panel.items()}
+    told = [
+        f"{time:.2g} {unit} ({SHORT.get(name, name)})"
+        for name, time in sorted(times.items(), key=lambda item: item[1])
+    ]
+    return f"{target:.1f} % in {', '.join(told)}"
+
+
+def draw_time_to_accuracy(panels: dict[str, Panel], path: Path, digest: str) -> None:
+    title = "VGG-C on CIFAR-10: final test accuracy in % over training time"
+    with drawing(path, title, len(panels), size=(7.5 * len(panels), 5.2), source=digest) as axes:
+        for axis, (place, panel) in zip(axes, panels.items(), strict=True):
+            for family, points in panel.items():
+                colour, marker = LOOKS[family]
+                time, mean, std = zip(*points, strict=True)
+                axis.errorbar(time, mean, std, label=family, color=colour, marker=marker, ms=8, lw=2, capsize=4)
+            axis.set_title(f"{place}:\n{fastest(panel, UNITS[place])}")
+            axis.set_xlabel(f"training steps on {place}, {UNITS[place]} (without start-up)")
+            axis.set_xlim(left=0)
+            axis.legend()
+
+
+# Accuracy over epochs
+
+
+def epochs_to_accuracy() -> Panel | None:
+    """Return all budgets of the study by arm; `None` without a run of ours."""
+    found: Panel = {}
+    for (arm, epochs), results in budgets().items():
+        found.setdefault(arm, []).append(point([epochs], [result.test["plain"] for result in results]))
+    return {arm: sorted(points) for arm, points in found.items()} if "fast" in found else None
+
+
+def fewest(panel: Panel) -> str:
+    """Compare the first budget of ours that ends at the best published recipe with that recipe."""
+    published = [(points[-1], arm) for arm, points in panel.items() if arm.endswith(" published")]
+    if not published:
+        return "The fast recipe and others"
+    best, name = max(published, key=lambda entry: entry[0].mean)
+    reached = [point for point in panel["fast"] if point.mean >= best.mean]
+    ours = reached[0] if reached else max(panel["fast"], key=lambda point: point.mean)
+    gain = ours.mean - best.mean
+    side = f"{abs(gain):.1f} points {'above' if gain >= 0 else 'below'} {name.removesuffix(' published')}"
+    return f"{ours.time:.0f} epochs of the fast recipe end {side} as published in {best.time:.0f} epochs"
+
+
+def draw_epochs_to_accuracy(panel: Panel, path: Path, digest: str) -> None:
+    with drawing(path, fewest(panel), 1, size=(10, 5.4), source=digest) as (axis,):
+        looks = zip(COLOURS, "osD^vP*", strict=True)
+        for size, ((arm, points), (colour, marker)) in enumerate(zip(panel.items(), looks, strict=False)):
+            time, mean, std = zip(*points, strict=True)
+            ms = 11 - size  # later ones are smaller, so that points that coincide are visible
+            axis.errorbar(time, mean, std, label=arm, color=colour, marker=marker, ms=ms, lw=2, capsize=4)
+        axis.set_title("VGG-C on CIFAR-10, 99 % sparse or dense: final test accuracy, %")
+        axis.set_xlabel("epochs of training")
+        axis.set_xlim(left=0)
+        axis.legend()
+
+
+# Exported models
+
+
+def deploy() -> list[dict[str, Any]] | None:
+    file = BENCH / "deploy.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def draw_deploy(entries: list[dict[str, Any]], path: Path, digest: str) -> None:
+    """Draw bars of the dense rivals, and of ours by sparsity."""
+
+    def dense(pick: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(map(pick, entries))
+
+    def torch_seconds(k: int) -> float:
+        return dense(lambda e: min(e["seconds"]["PyTorch"][k], e["seconds"]["PyTorch channels_last"][k]))
+
+    rows: dict[str, tuple[float, float, float]] = {
+        "PyTorch, dense": (dense(lambda e: e["dense_bytes"]), torch_seconds(0), torch_seconds(1)),
+        "onnxruntime, dense": (
+            dense(lambda e: e["onnx_bytes"]),
+            dense(lambda e: e["seconds"]["onnxruntime"][0]),
+            dense(lambda e: e["seconds"]["onnxruntime"][1]),
+        ),
+    }
+    rows |= {f"equipoise, {100 * e['sparsity']:g} %": (e["file_bytes"], *e["seconds"]["equipoise"]) for e in entries}
+    best = entries[-1]
+    times = [torch_seconds(k) / best["seconds"]["equipoise"][k] for k in (0, 1)]
+    smaller = [best["dense_bytes"] / best[key] for key in ("file_bytes", "int8_bytes")]
+    threads = f"{best['threads']} thread{'s' * (best['threads'] > 1)}{', processor time' * best['cpu_time']}"
+    title = (
+        f"{best['model']} at {100 * best['sparsity']:g} %: 1/{smaller[0]:.0f} of the size (int8: 1/{smaller[1]:.0f}), "
+        f"1/{times[0]:.1f} of the latency and\n{times[1]:.1f} times the throughput of dense PyTorch ({threads})"
+    )
+    panels: dict[str, Callable[[tuple[float, float, float]], float]] = {
+        "file, MB": lambda row: row[0] / 1e6,
+        "one image, ms": lambda row: 1e3 * row[1],
+        "128 at a time, images per second": lambda row: 128 / row[2],
+    }
+    colours = [COLOURS[6]] * 2 + [COLOURS[0]] * len(entries)
+    with drawing(path, title, len(panels), size=(14, 1.8 + 0.5 * len(rows)), source=digest) as axes:
+        for i, (axis, (name, pick)) in enumerate(zip(axes, panels.items(), strict=True)):
+            values = [pick(row) for row in rows.values()]
+            axis.barh(range(len(rows)), values, color=colours, height=0.65)
+            for k, value in enumerate(values):
+                axis.text(value, k, f" {value:.3g}" if value < 1000 else f" {value:,.0f}", va="center")
+            axis.set_yticks(range(len(rows)), list(rows) if i == 0 else [""] * len(rows))
+            axis.invert_yaxis()
+            axis.grid(axis="y", visible=False)
+            axis.set_title(name)
+            axis.margins(x=0.22)
+
+
+# Files
+
+CHARTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Path, str], None]]] = {
+    "time-to-accuracy.png": (time_to_accuracy, draw_time_to_accuracy),
+    "epochs-to-accuracy.png": (epochs_to_accuracy, draw_epochs_to_accuracy),
+    "deploy.png": (deploy, draw_deploy),
+}
+
+
+def digest_of(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def drawn_from(file: Path) -> str:
+    """Return the digest of the data that a chart was drawn from; empty if there is no chart."""
+    if not file.is_file():
+        return ""
+    with Image.open(file) as image:
+        return str(image.info.get("Source", ""))
+
+
+def stale_charts(write: bool, folder: Path = ROOT / "docs") -> list[str]:
+    """Name charts that are missing or were drawn from other data, and draw them again with `write`."""
+    found = []
+    for name, (read, draw) in CHARTS.items():
+        data = read()
+        if data is None or drawn_from(folder / name) == digest_of(data):
+            continue
+        found.append(f"{folder.name}/{name}: the results give another chart")
+        if write:
+            draw(data, folder / name, digest_of(data))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    out = parser.parse_args().out
+    for name, (read, draw) in CHARTS.items():
+        data = read()
+        if data is None:
+            print(f"{name}: no results yet")
+            continue
+        draw(data, out / name, digest_of(data))
+        print(out / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Check that numbers in README and docs are those of the committed results, or write them.
+
+    python tools/check_figures.py [--write]
+
+A number, or a whole table, stands between two comments, which readers do not see:
+
+    <!-- figure: accuracy set-itop SGD -->84.7 ± 0.0 %<!-- /figure -->
+
+The first word is one of the functions below, the others are its arguments; words with spaces are quoted, and
+`name=value` is an option. The check computes the text from `results/` and `bench/results/` and compares it letter by
+letter. It also compares docs/reproduction.md with the page that `equipoise study --reproduction` writes, and the charts
+of tools/charts.py with their data. Prints one line for each difference; exit status 1 if one is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from charts import stale_charts
+from equipoise.report.reproduction import write_page
+from equipoise.studies.compare import spread_of
+from equipoise.studies.reading import read_results
+from equipoise.studies.results import Claim, Question, Study
+from equipoise.studies.verdict import judge
+
+ROOT = Path(__file__).parents[1]
+MARK = re.compile(r"(<!-- figure: (.*?) -->)(.*?)(<!-- /figure -->)", re.DOTALL)
+FIGURES: dict[str, Callable[..., str]] = {}
+
+
+class Unknown(Exception):
+    """A figure that cannot be computed; the text says why."""
+
+
+def figure(function: Callable[..., str]) -> Callable[..., str]:
+    """Make a function available by its name; its arguments are strings."""
+    FIGURES[function.__name__] = function
+    return function
+
+
+# Studies: results/STUDY
+
+
+@functools.cache
+def study(name: str) -> Study:
+    found = read_results(ROOT / "results" / name).studies if (ROOT / "results" / name).is_dir() else ()
+    if len(found) != 1:
+        raise Unknown(f"results/{name} has no study")
+    return found[0]
+
+
+def asked(options: dict[str, str]) -> dict[str, Any]:
+    """Convert the options of a `Question`: metric, at, threshold, score."""
+    kinds: dict[str, Callable[[str], Any]] = {"at": int, "threshold": float}
+    return {"metric": "accuracy"} | {key: kinds.get(key, str)(value) for key, value in options.items()}
+
+
+def signed(value: float, digits: int) -> str:
+    text = f"{100 * value:+.{digits}f}"
+    return (text if float(text) else text[1:]).replace("-", "−")
+
+
+@figure
+def accuracy(name: str, arm: str, digits: str = "1", **options: str) -> str:
+    """`84.7 ± 0.3 %`: mean and standard deviation over the runs of an arm."""
+    found = spread_of(study(name).results.get(arm, ()), Question(**asked(options)))
+    if found is None:
+        raise Unknown(f"{arm} has no result in the study {name}")
+    deviation = "" if found.std is None else f" ± {100 * found.std:.{digits}f}"
+    return f"{100 * found.mean:.{digits}f}{deviation} %"
+
+
+@figure
+def gain(
+    name: str, better: str, than: str, digits: str = "1", interval: str = "", words: str = "", **options: str
+) -> str:
+    """`−1.3 points`: the difference of two arms.
+
+    `interval=yes` adds ` (−4.5 to +1.9)`, its 95 % interval; `words=yes` gives `1.3 points below`.
+    """
+    found = judge(study(name), Claim("", better, than, **asked(options)))
+    if found.gain is None:
+        raise Unknown(f"{better} and {than} cannot be compared in the study {name}: {found.why}")
+    text = f"{signed(found.gain, int(digits))} points"
+    if words:
+        return f"{text.lstrip('+−')} {'above' if found.gain >= 0 else 'below'}"
+    if not interval:
+        return text
+    if found.effect is None:
+        raise Unknown(f"{better} and {than} have too few runs for an interval in the study {name}")
+    low, high = found.effect.interval()
+    return f"{text} ({signed(low, int(digits))} to {signed(high, int(digits))})"
+
+
+@figure
+def correlation_gap(name: str, better: str, than: str) -> str:
+    """`by 0.02 (−0.13 to 0.17)`: how much lower a correlation is in the second arm."""
+    found = judge(study(name), Claim("", better, than, metric="correlation"))
+    if found.gain is None or found.effect is None:
+        raise Unknown(f"{better} and {than} cannot be compared in the study {name}: {found.why}")
+    low, high = found.effect.interval()
+    return f"by {found.gain:.2f} ({low:.2f} to {high:.2f})".replace("-", "−")
+
+
+@figure
+def score_gain(name: str, arm: str, better: str, than: str = "plain", at: str = "", digits: str = "1") -> str:
+    """`+7.7 points`: the mean of five epochs of one arm in two scores, up to epoch `at`."""
+    questions = [
+        Question(metric="window-accuracy", at=int(at) if at else None, score=score) for score in (better, than)
+    ]
+    sides = [spread_of(study(name).results.get(arm, ()), question) for question in questions]
+    if sides[0] is None or sides[1] is None:
+        raise Unknown(f"{arm} has no {better} and {than} in the study {name}")
+    return f"{signed(sides[0].mean - sides[1].mean, int(digits))} points"
+
+
+@figure
+def runs(name: str, *arms: str) -> str:
+    """`2 and 2`: the number of runs of each arm."""
+    return " and ".join(str(len(study(name).results.get(arm, ()))) for arm in arms)
+
+
+@figure
+def storage_table() -> str:
+    """Accuracy by epoch of the study `storage`."""
+    columns = [(0, "plain"), (0, "ema"), (1, "plain"), (1, "ema"), (2, "plain"), (2, "bn_recalibrated"), (2, "ema")]
+    head = "| storage, seed | epoch 1: plain | ema | epoch 2: plain | ema | epoch 3: plain | bn_recalibrated | ema |"
+    lines = ["", head, f"|{' --- |' * (len(columns) + 1)}"]
+    for arm in ("masked", "packed"):
+        for result in study("storage").results[arm]:
+            cells = [f"{100 * result.epochs[epoch].scores[score]:.2f}" for epoch, score in columns]
+            lines.append(f"| {arm}, {result.seed} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+# Benchmarks: bench/results
+
+
+@functools.cache
+def bench(file: str) -> Any:
+    try:
+        return json.loads((ROOT / "bench" / "results" / file).read_text())
+    except (OSError, ValueError) as error:
+        raise Unknown(f"bench/results/{file} cannot be read ({type(error).__name__})") from None
+
+
+def at(file: str, path: str) -> float:
+    """Return a number of a JSON file by its keys: `vgg_c/train/0.99`."""
+    value = bench(file)
+    for key in path.split("/"):
+        try:
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        except (LookupError, TypeError, ValueError):
+            raise Unknown(f"bench/results/{file} has no {path}") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Unknown(f"bench/results/{file}: {path} is not a number")
+    return value
+
+
+@figure
+def value(file: str, path: str, scale: str = "1", format: str = ".1f") -> str:
+    """A number of a benchmark, such as `value deploy.json 0/file_bytes scale=1e-3 format=.0f`."""
+    return f"{at(file, path) * float(scale):{format}}"
+
+
+@figure
+def ratio(file: str, first: str, second: str, format: str = ".1f") -> str:
+    """The ratio of two numbers of a benchmark."""
+    return f"{at(file, first) / at(file, second):{format}}"
+
+
+# The check
+
+
+def text_of(call: str) -> str:
+    """Compute a figure from the words of its comment."""
+    try:
+        name, *words = shlex.split(call)
+    except ValueError as error:
+        raise Unknown(str(error)) from None
+    if name not in FIGURES:
+        raise Unknown(f"no figure is called {name}; choose from {', '.join(FIGURES)}")
+    options = dict(word.split("=", 1) for word in words if re.match(r"[a-z]+=", word))
+    arguments = [word for word in words if not re.match(r"[a-z]+=", word)]
+    try:
+        return FIGURES[name](*arguments, **options)
+    except (TypeError, ValueError) as error:
+        raise Unknown(f"{error}") from None
+
+
+def checked(text: str, problems: list[str], page: str) -> str:
+    """Return a page with its figures as they should be; append a line to `problems` for each that is not."""
+
+    def replaced(match: re.Match[str]) -> str:
+        begin, call, quoted, end = match.groups()
+        where = f"{page}:{text.count(chr(10), 0, match.start()) + 1}"
+        if text[: match.start()].rpartition("\n")[2].strip() == "" and not quoted.startswith("\n"):
+            problems.append(
+                f"{where}: figure {call}: move it away from the start of the line, which ends a paragraph"
+            )
+        try:
+            computed = text_of(call)
+        except Unknown as error:
+            problems.append(f"{where}: figure {call}: {error}")
+            return match[0]
+        if computed != quoted:
+            problems.append(
+                f"{where}: figure {call}: the text has {quoted.strip()!r}, the results {computed.strip()!r}"
+            )
+        return f"{begin}{computed}{end}"
+
+    done = MARK.sub(replaced, text)
+    rest = MARK.sub("", text)
+    if "<!-- figure:" in rest or "<!-- /figure" in rest:
+        problems.append(f"{page}: a figure is not closed; write <!-- figure: NAME ... -->text<!-- /figure -->")
+    return done
+
+
+def pages() -> Iterator[Path]:
+    yield from sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def reproduction(write: bool) -> list[str]:
+    """Compare docs/reproduction.md and its drawings with what the results give, or write them."""
+    docs = ROOT / "docs"
+    with tempfile.TemporaryDirectory() as folder:
+        write_page(ROOT / "results", Path(folder) / "reproduction.md")
+        stale = [file for file in Path(folder).iterdir() if not _same(file, docs / file.name)]
+        for file in stale if write else ():
+            (docs / file.name).write_bytes(file.read_bytes())
+        return [f"docs/{file.name}: the results give another page" for file in stale]
+
+
+def _same(file: Path, other: Path) -> bool:
+    return other.is_file() and file.read_bytes() == other.read_bytes()
+
+
+def differences(write: bool) -> list[str]:
+    """Return a line for each number, page and chart that is not what the results give, and write those with `write`."""
+    problems: list[str] = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        done = checked(text, problems, str(page.relative_to(ROOT)))
+        if write and done != text:
+            page.write_text(done, encoding="utf-8")
+    return problems + reproduction(write) + stale_charts(write)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write what the results give")
+    write = parser.parse_args().write
+    found = differences(write)
+    for line in found:
+        print(line)
+    if found and not write:
+        print("run `make figures`, and read what changed")
+    if found and (not write or differences(write=False)):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
