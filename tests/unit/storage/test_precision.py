@@ -23,14 +23,14 @@ pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason()
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    first, second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 24, 3, stride=2, padding=1)
-    layers = [first, nn.BatchNorm2d(16), nn.ReLU(), second, nn.BatchNorm2d(24), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(96, 10))
+    first, second = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 64, 3, stride=2, padding=1)
+    layers = [first, nn.BatchNorm2d(32), nn.ReLU(), second, nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 10))
 
 
 def masks(model: nn.Module) -> dict[str, Tensor]:
     torch.manual_seed(1)
-    return {name: torch.rand(p.shape) < 0.2 for name, p in model.named_parameters() if p.dim() > 1}
+    return {name: torch.rand(p.shape) < 0.05 for name, p in model.named_parameters() if p.dim() > 1}
 
 
 def dense(model: nn.Module) -> nn.Module:
@@ -120,8 +120,8 @@ def test_copies_keep_the_precision_and_unpacking_loses_nothing() -> None:
 
 def test_residual_networks_train() -> None:
     torch.manual_seed(0)
-    model = resnet18(width=8)
-    mine = pack(model, {n: torch.rand(p.shape) < 0.3 for n, p in model.named_parameters() if p.dim() == 4}, "bf16")
+    model = resnet18(width=16)
+    mine = pack(model, {n: torch.rand(p.shape) < 0.05 for n, p in model.named_parameters() if p.dim() == 4}, "bf16")
     x, y = torch.rand(32, 3, 16, 16), torch.randint(10, (32,))
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
     losses = []
