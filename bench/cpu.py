@@ -162,6 +162,8 @@ def onnxruntime(model: nn.Module, x: Tensor, folder: Path) -> Work:
     runtime = importlib.import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    # Otherwise its threads keep the cores busy after a run, in the time of the next rival.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     session = runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     images = {session.get_inputs()[0].name: x.numpy()}
     return lambda: session.run(None, images)

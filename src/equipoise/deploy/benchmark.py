@@ -189,6 +189,8 @@ def _onnx_run(file: Path, threads: int) -> Callable[[Tensor], Run]:
     onnxruntime = importlib.import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    # Otherwise its threads keep the cores busy after a run, in the time of the next rival.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
     def prepare(x: Tensor) -> Run:
