@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from equipoise.errors import UserError
+
 ELEMENTS = 64  # of each tensor that are compared
 GOLDEN_RATIO = 0.6180339887498949
 
@@ -30,6 +32,14 @@ class Fingerprint(NamedTuple):
         """Make the fingerprint of a batch; nothing waits for a GPU."""
         values: list[Tensor] = []
         return cls(sha256(_describe(batch, values).encode()).hexdigest(), values)
+
+    @classmethod
+    def saved(cls, structure: Any, values: Any) -> Fingerprint:
+        """Make a fingerprint from what a checkpoint has, which is checked."""
+        bytes_only = isinstance(values, list) and all(isinstance(v, Tensor) and v.dtype == torch.uint8 for v in values)
+        if not isinstance(structure, str) or not bytes_only:
+            raise UserError("the state of the correction has a wrong fingerprint of a batch")
+        return cls(structure, values)
 
     def differs(self, other: Fingerprint) -> Tensor:
         """Return whether it is that of another batch, on the GPU if values are there; nothing waits for it."""

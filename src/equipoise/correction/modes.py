@@ -161,8 +161,9 @@ class Replay(Mode):
         if self.differs:
             self.differs = torch.tensor(False, device="cpu")
             raise UserError(
-                "replay got another batch in a step than in refresh; give refresh the coming batches in order "
-                '(seed the generator of the loader before both), or use mode="recompute" or mode="running"'
+                "replay got another batch in a step than in refresh; give refresh the coming batches in order (seed the "
+                "generator of the loader before both, or in Lightning shuffle by a sampler with set_epoch), or use "
+                'mode="recompute" or mode="running"'
             )
 
     def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
@@ -185,7 +186,7 @@ class Replay(Mode):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()
-        self.expected = [Fingerprint(structure, values) for structure, values in state["expected"]]
+        self.expected = [Fingerprint.saved(structure, values) for structure, values in state["expected"]]
         self.rows, self.mean = list(state["rows"]), state["mean"]
         if not all(map(tensor(-1), self.rows)) or not VECTOR(self.mean) or (self.mean is None) == bool(self.rows):
             raise UserError("the state of the correction has a wrong table of old gradients")

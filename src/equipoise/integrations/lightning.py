@@ -46,6 +46,9 @@ class SparseTraining(Attachment, Callback):
     at the end of an epoch; inside an epoch Lightning needs a loader with `state_dict`. `density`, `exploration` and
     numbers of the correction are logged after every epoch.
 
+    A correction with `mode="replay"` reads the batches of an epoch ahead. The loader must give them in the same order
+    twice: shuffle by a sampler with `set_epoch` such as `DistributedSampler`, not by `shuffle=True`.
+
     A correction runs `training_step` also at old weights and, at the start of an epoch, on all batches. What
     `training_step` logs there is dropped. If it changes anything else, such as metrics, give a `loss_fn` that does
     not.

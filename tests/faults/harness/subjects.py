@@ -132,18 +132,22 @@ class Framework:
 def _fit(folder: Path, correction: str) -> None:
     """Shuffled batches and dropout, from the checkpoint of the last epoch."""
     from lightning.pytorch import seed_everything
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, DistributedSampler
 
     from framework_helpers import BATCH, CLIP, data, network
     from lightning_helpers import Module, fit
 
     last = folder / "last.ckpt"
     seed_everything(0, verbose=False)
+    if "replay" in correction:  # reads the batches of an epoch ahead, so their order must follow from the epoch
+        loader = DataLoader(data(), batch_size=BATCH, sampler=DistributedSampler(data(), num_replicas=1, rank=0))
+    else:
+        loader = DataLoader(data(), batch_size=BATCH, shuffle=True)
     fit(
         folder,
         CORRECTIONS[correction],
         module=Module(network(dropout=0.5)),
-        loader=DataLoader(data(), batch_size=BATCH, shuffle=True),
+        loader=loader,
         every=0,
         resume=str(last) if last.exists() else None,
         gradient_clip_val=CLIP,

@@ -62,7 +62,7 @@ BATCHES, EPOCHS = 5, 4
 
 def leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of all values of a state that are not containers."""
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else None
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else None
     if items is None:
         yield path
         return
@@ -74,9 +74,9 @@ def replaced(state: Any, path: tuple[Any, ...], value: Any) -> Any:
     """A copy of a state with another value at a path."""
     if not path:
         return value
-    new = copy.copy(state)
+    new = list(state) if isinstance(state, tuple) else copy.copy(state)
     new[path[0]] = replaced(state[path[0]], path[1:], value)
-    return new
+    return type(state)(new)
 
 
 class Run:

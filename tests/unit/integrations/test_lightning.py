@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import equipoise as eq
 from equipoise.errors import UserError
@@ -102,6 +102,18 @@ def test_a_resumed_fit_draws_the_random_numbers_of_an_uninterrupted_one(
     run("broken", stop_after=2 * BATCHES)
     resumed, *_ = run("broken", resume=str(tmp_path / "broken" / "last.ckpt"))
     assert_equal(weights(resumed), weights(whole))
+
+
+def test_replay_needs_an_order_that_follows_from_the_epoch(lit: Any, tmp_path: Path) -> None:
+    def loader(**order: Any) -> DataLoader[Any]:
+        return DataLoader(data(), batch_size=BATCH, **order)
+
+    with pytest.raises(UserError, match="another batch in a step than in refresh.*a sampler with set_epoch"):
+        lit.fit(tmp_path, CORRECTIONS["replay"], loader=loader(shuffle=True))
+    sampler = DistributedSampler(data(), num_replicas=1, rank=0)
+    _, sparse, trainer = lit.fit(tmp_path, CORRECTIONS["replay"], loader=loader(sampler=sampler))
+    assert trainer.current_epoch == sampler.epoch + 1 == 4
+    assert sparse.correction.passes["backward"] == 2 * 4 * BATCHES
 
 
 def test_a_packed_model_is_fitted_and_resumed(lit: Any, tmp_path: Path) -> None:
