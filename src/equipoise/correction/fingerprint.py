@@ -36,7 +36,9 @@ class Fingerprint(NamedTuple):
     @classmethod
     def saved(cls, structure: Any, values: Any) -> Fingerprint:
         """Make a fingerprint from what a checkpoint has, which is checked."""
-        bytes_only = isinstance(values, list) and all(isinstance(v, Tensor) and v.dtype == torch.uint8 for v in values)
+        bytes_only = isinstance(values, list) and all(
+            isinstance(v, Tensor) and v.dtype == torch.uint8 for v in values
+        )
         if not isinstance(structure, str) or not bytes_only:
             raise UserError("the state of the correction has a wrong fingerprint of a batch")
         return cls(structure, values)

@@ -161,8 +161,8 @@ class Replay(Mode):
         if self.differs:
             self.differs = torch.tensor(False, device="cpu")
             raise UserError(
-                "replay got another batch in a step than in refresh; give refresh the coming batches in order (seed the "
-                "generator of the loader before both, or in Lightning shuffle by a sampler with set_epoch), or use "
+                "replay got another batch in a step than in refresh; give refresh the coming batches in order (seed "
+                "the generator of the loader before both, or in Lightning shuffle by a sampler with set_epoch), or use "
                 'mode="recompute" or mode="running"'
             )
 

@@ -181,8 +181,20 @@ class MaskedRewiring(Rewiring):
             starts.append(starts[-1] + -(-layer.size // BLOCK) * BLOCK)
         return starts[:-1]
 
+    def _follow_device(self) -> None:
+        """Move everything to the device of the weights, which `model.to(device)` may have changed."""
+        device = self._layers[0].parameter.device
+        if self._bounds.device != device:
+            self.generator = torch.Generator(device).manual_seed(self.generator.initial_seed())
+            self._bounds, self._first, self._last = (
+                each.to(device) for each in (self._bounds, self._first, self._last)
+            )
+            for layer in self._layers:
+                layer.follow_device()
+
     @torch.no_grad()
     def cross(self, rate: float | Tensor, drop: bool) -> None:
+        self._follow_device()
         scale = rate * self._noise
         if self._flat is not None:
             masked = self._layers[0].masked

@@ -62,7 +62,9 @@ BATCHES, EPOCHS = 5, 4
 
 def leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of all values of a state that are not containers."""
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else None
+    items = (
+        state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else None
+    )
     if items is None:
         yield path
         return

@@ -108,7 +108,7 @@ def test_replay_needs_an_order_that_follows_from_the_epoch(lit: Any, tmp_path: P
     def loader(**order: Any) -> DataLoader[Any]:
         return DataLoader(data(), batch_size=BATCH, **order)
 
-    with pytest.raises(UserError, match="another batch in a step than in refresh.*a sampler with set_epoch"):
+    with pytest.raises(UserError, match=r"another batch in a step than in refresh.*a sampler with set_epoch"):
         lit.fit(tmp_path, CORRECTIONS["replay"], loader=loader(shuffle=True))
     sampler = DistributedSampler(data(), num_replicas=1, rank=0)
     _, sparse, trainer = lit.fit(tmp_path, CORRECTIONS["replay"], loader=loader(sampler=sampler))
