@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.storage.masked import ACTIVE, DROPPED, MaskedWeight
+from equipoise.storage.masked import ACTIVE, DROPPED
 from equipoise.storage.sparse_weight import SparseWeight, highest
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.distribution import Distribution, Shapes
+from equipoise.topology.latent import Latent, recorded_gradient
 from equipoise.topology.schedule import Window
 
 
@@ -72,7 +73,7 @@ class Hydra(Algorithm):
         return "HYDRA learns scores of all weights"
 
 
-class LearnedScores:
+class LearnedScores(Latent):
     """The frozen weights and the scores of HYDRA: the `memory` of the sparse weights while scores are learned.
 
     Args:
@@ -80,22 +81,13 @@ class LearnedScores:
         momenta: Returns the tensors of the optimizer's state that are shaped like a weight.
     """
 
-    def __init__(self, layers: Sequence[MaskedWeight], momenta: Callable[[SparseWeight], Iterable[Tensor]]) -> None:
-        self._layers, self._momenta = list(layers), momenta
-
-    def activity_of(self, stepped: Tensor) -> Tensor | None:
-        """The mask of a tensor that the optimizer steps; `None` if it has none."""
-        found = (layer.masked.activity for layer in self._layers if layer.masked.tensor is stepped)
-        return next(found, None)
+    def __init__(self, layers: Sequence[SparseWeight], momenta: Callable[[SparseWeight], Iterable[Tensor]]) -> None:
+        super().__init__(layers)
+        self._momenta = momenta
 
     @torch.no_grad()
     def lift(self, ratio: Tensor | None, loss_scale: Tensor | None) -> None:
-        """Make the parameters the scores, with the gradients of the scores, before an optimizer step.
-
-        Args:
-            ratio: Factor by which the recorded gradients exceed `.grad`; `None` if there is none.
-            loss_scale: Not needed: the gradient of a score is proportional to that of its weight.
-        """
+        """Set the parameters to the scores. Their gradient is proportional to that of the weights at any loss scale."""
         for layer in self._layers:
             value = layer.parameter.detach()
             if layer.memory is None:  # the first step that learns scores
@@ -104,16 +96,14 @@ class LearnedScores:
             weight, score = layer.memory
             if layer.stepped.grad is not None:
                 gradient = layer.view(layer.stepped.grad)
-                if layer.growth is not None:
-                    recorded = layer.growth.to(gradient)
-                    recorded = recorded if ratio is None else recorded / ratio.to(recorded)
+                recorded = recorded_gradient(layer, gradient, ratio)
+                if recorded is not None:
                     gradient.copy_(torch.where(layer.mask(), gradient, recorded))
                 gradient.mul_(weight * score.sign())
             value.copy_(score)
 
     @torch.no_grad()
     def project(self) -> None:
-        """Remember the scores after an optimizer step, renew the masks, and make the parameters the kept weights."""
         for layer in self._layers:
             assert layer.memory is not None
             weight, score = layer.memory
@@ -125,7 +115,6 @@ class LearnedScores:
             layer.parameter.detach().copy_(torch.where(on, weight, 0))
 
     def finish(self) -> None:
-        """Forget scores and frozen weights, before the kept weights are fine-tuned."""
         for layer in self._layers:
             layer.memory = None
             self._restart(layer)
@@ -139,12 +128,3 @@ def initial_scores(weight: Tensor) -> Tensor:
     """Return the scaled initialisation of the scores: sqrt(6/fan_in)·w/max|w|."""
     fan_in = math.prod(weight.shape[1:])
     return math.sqrt(6 / fan_in) * weight / weight.abs().max().clamp(min=torch.finfo(weight.dtype).tiny)
-
-
-def make_scores(
-    algorithm: Algorithm, layers: Sequence[SparseWeight], momenta: Callable[[SparseWeight], Iterable[Tensor]]
-) -> LearnedScores | None:
-    """The scores of HYDRA; `None` for other algorithms."""
-    if not isinstance(algorithm, Hydra) or not layers:
-        return None
-    return LearnedScores([layer for layer in layers if isinstance(layer, MaskedWeight)], momenta)

@@ -107,10 +107,6 @@ class Rewiring(ABC):
         room of a weight go to the others in proportion to their room.
         """
 
-    def activity_of(self, stepped: Tensor) -> Tensor | None:
-        """The mask of a tensor that the optimizer steps, which changes on the device; `None` if it has none."""
-        return None
-
     def recount(self) -> None:  # noqa: B027 - packed weights know their number
         """Count active weights again when a number is next needed."""
 
@@ -158,10 +154,6 @@ class MaskedRewiring(Rewiring):
         self._last = torch.tensor([(end - 1) // BLOCK for end in ends], device=device)
         self._cross, self._count, self._distribute = compile(cross), compile(count_inactive), compile(distribute)
         self._choose, self._find = compile(choose), compile(find)
-
-    def activity_of(self, stepped: Tensor) -> Tensor | None:
-        found = (layer.masked.activity for layer in self._layers if layer.masked.tensor is stepped)
-        return next(found, None)
 
     def recount(self) -> None:
         for layer in self._layers:

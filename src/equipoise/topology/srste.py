@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import UserError
-from equipoise.storage.masked import ACTIVE, DROPPED, MaskedWeight
+from equipoise.storage.masked import ACTIVE, DROPPED
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm
+from equipoise.topology.latent import Latent, recorded_gradient
 from equipoise.topology.pattern import Pattern, parse_pattern
 
 
@@ -51,7 +52,7 @@ class SRSTE(Algorithm):
         return "SR-STE trains the inactive weights too"
 
 
-class LatentWeights:
+class LatentWeights(Latent):
     """The latent weights of SR-STE, which are the `memory` of the sparse weights.
 
     Nothing here reads a value from the device, so that a CUDA graph can capture `project`.
@@ -61,28 +62,17 @@ class LatentWeights:
         layers: The sparse weights, not yet masked.
     """
 
-    def __init__(self, algorithm: SRSTE, layers: Sequence[MaskedWeight]) -> None:
+    def __init__(self, algorithm: SRSTE, layers: Sequence[SparseWeight]) -> None:
+        super().__init__(layers)
         pattern = parse_pattern(algorithm.pattern)
         assert pattern is not None
         self._pattern: Pattern = pattern
         self._decay = algorithm.decay
-        self._layers = list(layers)
-        for layer in layers:
+        for layer in self._layers:
             layer.memory = layer.parameter.detach().clone()
-
-    def activity_of(self, stepped: Tensor) -> Tensor | None:
-        """The mask of a tensor that the optimizer steps; `None` if it has none."""
-        found = (layer.masked.activity for layer in self._layers if layer.masked.tensor is stepped)
-        return next(found, None)
 
     @torch.no_grad()
     def lift(self, ratio: Tensor | None, loss_scale: Tensor | None) -> None:
-        """Make the parameters the latent weights, with the gradients of all of them, before an optimizer step.
-
-        Args:
-            ratio: Factor by which the recorded gradients exceed `.grad`; `None` if there is none.
-            loss_scale: Factor by which `.grad` exceeds the gradient that the optimizer uses; `None` if there is none.
-        """
         for layer in self._layers:
             on, weight, latent = layer.mask(), layer.parameter.detach(), layer.memory
             assert latent is not None
@@ -93,14 +83,13 @@ class LatentWeights:
             gradient, inactive = layer.view(layer.stepped.grad), self._decay * weight
             if loss_scale is not None:
                 inactive = inactive * loss_scale.to(inactive)
-            if layer.growth is not None:
-                recorded = layer.growth.to(gradient)
-                inactive = inactive + (recorded if ratio is None else recorded / ratio.to(recorded))
+            recorded = recorded_gradient(layer, gradient, ratio)
+            if recorded is not None:
+                inactive = inactive + recorded
             gradient.copy_(torch.where(on, gradient, inactive))
 
     @torch.no_grad()
     def project(self) -> None:
-        """Remember the latent weights after an optimizer step, renew the masks, and set inactive weights to zero."""
         for layer in self._layers:
             weight = layer.parameter.detach()
             assert layer.memory is not None
@@ -109,10 +98,3 @@ class LatentWeights:
             activity = layer.activity
             activity.copy_(torch.where(on, ACTIVE, activity.masked_fill(activity == ACTIVE, DROPPED)))
             layer.hide_inactive(weight)
-
-
-def make_latent(algorithm: Algorithm, layers: Sequence[SparseWeight]) -> LatentWeights | None:
-    """The latent weights of SR-STE; `None` for other algorithms."""
-    if not isinstance(algorithm, SRSTE) or not layers:
-        return None
-    return LatentWeights(algorithm, [layer for layer in layers if isinstance(layer, MaskedWeight)])

@@ -30,13 +30,14 @@ from equipoise.topology.attach_checks import (
 from equipoise.topology.followers import Follower, Followers
 from equipoise.topology.growth import GrowthGradients
 from equipoise.topology.hooks import Hooks
-from equipoise.topology.hydra import LearnedScores, make_scores
+from equipoise.topology.hydra import Hydra, LearnedScores
 from equipoise.topology.initial import plan_layers, warn_about_lost
+from equipoise.topology.latent import Latent
 from equipoise.topology.optimizer_state import SkippedStep, loss_scale, restart_lbfgs, start_rprop
 from equipoise.topology.packing import packed_weights
 from equipoise.topology.rewiring import make_rewiring
 from equipoise.topology.selection import unwrap
-from equipoise.topology.srste import make_latent
+from equipoise.topology.srste import SRSTE, LatentWeights
 from equipoise.world import World
 
 # Sparse weight -> weak reference to its topology: a second topology on the same weight is refused.
@@ -94,7 +95,7 @@ class Topology:
         check_attaching(self, model, _OWNERS)
         self._unverified: dict[str, int] = {}  # checksums of a loaded state, until the next step
         self.rewiring = make_rewiring(algorithm, self.layers, self.states, self._followers, flat, compile)
-        self._latent = make_latent(algorithm, self.layers) or make_scores(algorithm, self.layers, self._momenta)
+        self._latent = self._make_latent()
         self.pruned = PrunedLayers(self.model, self.layers)
         self._install(hooks)
 
@@ -105,6 +106,13 @@ class Topology:
         self._begin_step()
         if hooks:
             self._hooks = Hooks(self)
+
+    def _make_latent(self) -> Latent | None:
+        if isinstance(self.algorithm, SRSTE) and self.layers:
+            return LatentWeights(self.algorithm, self.layers)
+        if isinstance(self.algorithm, Hydra) and self.layers:
+            return LearnedScores(self.layers, self._momenta)
+        return None
 
     # Properties
 
@@ -292,7 +300,7 @@ class Topology:
             self.updates += 1
             restart_lbfgs(self.optimizer)
         self.steps += 1
-        if projected and not self._projects_next and isinstance(self._latent, LearnedScores):
+        if self._latent is not None and projected and not self._projects_next:
             self._latent.finish()
         self._begin_step()
 
@@ -313,8 +321,10 @@ class Topology:
 
     def activity_of(self, stepped: Tensor) -> Tensor | None:
         """The mask of a tensor that the optimizer steps if it changes at every step; `None` if it does not."""
-        changing = self._latent if self.rewiring is None else self.rewiring
-        return None if changing is None else changing.activity_of(stepped)
+        if self.rewiring is None and self._latent is None:
+            return None
+        masked = (layer.masked for layer in self.layers if isinstance(layer, MaskedWeight))
+        return next((each.activity for each in masked if each.tensor is stepped), None)
 
     def _update(self) -> None:
         assert isinstance(self.algorithm, Dynamic)
