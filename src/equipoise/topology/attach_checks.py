@@ -1,19 +1,19 @@
-"""Checks when a topology is attached and when its state is loaded."""
+"""Checks when a topology is attached."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ReferenceType
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from equipoise.errors import UserError
 from equipoise.shards import is_sharded
 from equipoise.storage.sparse_weight import SparseWeight
-from equipoise.topology.algorithm import Algorithm, Dynamic
+from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.bsr import BSRNet
 from equipoise.topology.hydra import Hydra
 from equipoise.topology.selection import unwrap
@@ -158,58 +158,6 @@ def _check_window(topology: Topology) -> None:
             "so the topology will never change; choose a smaller `every` or train longer",
             stacklevel=5,  # the caller of attach()
         )
-
-
-def check_state(topology: Topology, state: Mapping[str, Any]) -> dict[str, int]:
-    """Refuse a wrong state before anything is changed; return the number of active weights of each layer."""
-    if missing := {"algorithm", "steps", "updates", "layers", "memory"} - set(state):
-        raise UserError(f'this is not the state of a topology: it has no "{min(missing)}"')
-    kind = type(topology.algorithm).__name__
-    if state["algorithm"] != kind:
-        raise UserError(f"the state is of {state['algorithm']}, this topology is {kind}")
-    if differing := set(state["layers"]) ^ {layer.name for layer in topology.layers}:
-        raise UserError(f'the state has other sparse weights than the model, such as "{min(differing)}"')
-    counts = {layer.name: layer.check_state(state["layers"][layer.name]) for layer in topology.layers}
-    if _keeps_counts(topology):
-        _check_counts(topology, counts)
-    _check_memory(topology, state["memory"])
-    return counts
-
-
-def _check_memory(topology: Topology, memory: Mapping[str, Tensor]) -> None:
-    """Refuse what an algorithm has kept for a weight of another shape."""
-    for layer in topology.layers:
-        if layer.name not in memory:
-            continue
-        shape = tuple(layer.mask().shape)
-        fitting: list[tuple[int, ...]] = [(layer.size,), shape]
-        if isinstance(topology.algorithm, Hydra):
-            fitting = [(2, *shape)]  # frozen weights and scores
-        if layer.memory is not None:
-            fitting = [tuple(layer.whole(layer.memory).shape)]
-        if (there := tuple(memory[layer.name].shape)) not in fitting:
-            kind = type(topology.algorithm).__name__
-            raise UserError(f'the state of {kind} for "{layer.name}" has the shape {there} instead of {fitting[0]}')
-
-
-def _keeps_counts(topology: Topology) -> bool:
-    """Whether every layer has the same number of active weights from the first step to the last."""
-    kind = type(topology.algorithm)
-    if issubclass(kind, Dynamic):
-        steady = kind.target is Dynamic.target and kind.choose is Dynamic.choose
-    else:
-        steady = kind.window is Algorithm.window and not issubclass(kind, BSRNet)
-    return steady and all(layer.initial == layer.final for layer in topology.layers)
-
-
-def _check_counts(topology: Topology, counts: Mapping[str, int]) -> None:
-    """Refuse a state of another sparsity."""
-    for layer in topology.layers:
-        if counts[layer.name] != layer.final:
-            raise UserError(
-                f'the state has {counts[layer.name]} active weights in "{layer.name}", this topology {layer.final}: '
-                "attach with the sparsity and distribution of the run that was saved"
-            )
 
 
 class PrunedLayers:

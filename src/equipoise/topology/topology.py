@@ -12,32 +12,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from equipoise.errors import UserError
 from equipoise.seeds import derive
-from equipoise.shards import is_sharded
 from equipoise.storage.flat import FlatParameters
-from equipoise.storage.masked import Compile, MaskedTensor, MaskedWeight
-from equipoise.storage.packed import PackedWeight
-from equipoise.storage.sharded import ShardedWeight
+from equipoise.storage.masked import Compile, MaskedWeight
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
-from equipoise.topology.attach_checks import (
-    PACKED,
-    PrunedLayers,
-    check_arguments,
-    check_attaching,
-    check_current,
-    check_state,
-)
+from equipoise.topology.attach_checks import PrunedLayers, check_arguments, check_attaching, check_current
 from equipoise.topology.followers import Follower, Followers
 from equipoise.topology.growth import GrowthGradients
 from equipoise.topology.hooks import Hooks
 from equipoise.topology.hydra import Hydra, LearnedScores
-from equipoise.topology.initial import plan_layers, warn_about_lost
 from equipoise.topology.latent import Latent
 from equipoise.topology.optimizer_state import SkippedStep, loss_scale, restart_lbfgs, start_rprop
-from equipoise.topology.packing import packed_weights
 from equipoise.topology.rewiring import make_rewiring
 from equipoise.topology.selection import unwrap
+from equipoise.topology.sparse_weights import owner_of, sharded, sparse_weights
 from equipoise.topology.srste import SRSTE, LatentWeights
+from equipoise.topology.state import check_state, load_state, state_of, verify_checksums
 from equipoise.world import World
 
 # Sparse weight -> weak reference to its topology: a second topology on the same weight is refused.
@@ -84,8 +74,8 @@ class Topology:
         self.updates = 0
         self.model = unwrap(model)
         self.world = World.of(model) if world is None else world
-        self.layers = _sparse_weights(algorithm, self.model, flat, compile)
-        self.owners = [_owner(self.model, layer) for layer in self.layers]
+        self.layers = sparse_weights(algorithm, self.model, flat, compile)
+        self.owners = [owner_of(self.model, layer) for layer in self.layers]
         masked = {id(la.masked): la.masked for la in self.layers if isinstance(la, MaskedWeight) and la.masked.shared}
         self._vectors = list(masked.values())  # tensors of several weights that are masked at once
         self._skipped = SkippedStep()
@@ -220,7 +210,7 @@ class Topology:
             optimizer: The optimizer of the sharded parameters.
         """
         pairs = zip(self.layers, self.owners, strict=True)
-        layers = [_sharded(layer, module._parameters[leaf]) for layer, (module, leaf) in pairs]
+        layers = [sharded(layer, module._parameters[leaf]) for layer, (module, leaf) in pairs]
         before = self.layers, self.optimizer
         try:
             self.layers, self.optimizer = layers, optimizer
@@ -260,7 +250,8 @@ class Topology:
         """Prepare the gradients of a step, after its last backward pass."""
         if self.attached:
             check_current(self)
-            self._verify()
+            verify_checksums(self, self._unverified)
+            self._unverified = {}
             self.growth.all_reduce()
         if self.algorithm.dense_gradient == "always":
             scale = loss_scale(self.optimizer)
@@ -319,9 +310,14 @@ class Topology:
         """Whether BSR-Net rewires after the next step."""
         return self.rewiring is not None and self.rewiring.rewires(self.steps)
 
+    @property
+    def changes_every_step(self) -> bool:
+        """Whether the masks may change at every step on the device: BSR-Net, SR-STE and HYDRA."""
+        return self.rewiring is not None or self._latent is not None
+
     def activity_of(self, stepped: Tensor) -> Tensor | None:
         """The mask of a tensor that the optimizer steps if it changes at every step; `None` if it does not."""
-        if self.rewiring is None and self._latent is None:
+        if not self.changes_every_step:
             return None
         masked = (layer.masked for layer in self.layers if isinstance(layer, MaskedWeight))
         return next((each.activity for each in masked if each.tensor is stepped), None)
@@ -369,27 +365,8 @@ class Topology:
         loads on any number of processes.
         """
         check_current(self)
-        return {
-            "algorithm": type(self.algorithm).__name__,
-            "steps": self.steps,
-            "updates": self.updates,
-            "layers": {layer.name: layer.state_dict() for layer in self.layers},
-            "memory": self._memories(),
-            "checksums": {layer.name: layer.checksum() for layer in self.layers},
-        }
+        return state_of(self)
 
-    def _memories(self) -> dict[str, Tensor]:
-        """Memory of the algorithm for whole weights.
-
-        SNFS that has seen no gradient has zeros: torch.distributed.checkpoint loads only what a state already has.
-        """
-        found = {layer.name: layer.whole(layer.memory) for layer in self.layers if layer.memory is not None}
-        for layer in self.layers if self.algorithm.dense_gradient == "always" else ():
-            if layer.memory is None:
-                found[layer.name] = torch.zeros(layer.size, dtype=layer.parameter.dtype)
-        return found
-
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the masks and counters of a saved topology. A wrong state is refused and changes nothing.
 
@@ -398,32 +375,9 @@ class Topology:
         saved model.
         """
         check_state(self, state)
-        self.steps, self.updates = state["steps"], state["updates"]
-        for layer in self.layers:
-            layer.load_state_dict(state["layers"][layer.name])
-            self._load_memory(layer, state["memory"].get(layer.name))
+        load_state(self, state)
         self._unverified = dict(state.get("checksums", {}))
         self._begin_step()
-
-    def _verify(self) -> None:
-        """Raise an error if the weights are not those of a state that was loaded since the last step."""
-        unverified, self._unverified = self._unverified, {}
-        for layer in self.layers if unverified else ():
-            if layer.checksum() != unverified[layer.name]:
-                self._unverified = unverified
-                raise UserError(
-                    f'"{layer.name}" does not have the values of the loaded topology; '
-                    "load the model, the optimizer and the topology of one checkpoint, after attaching"
-                )
-
-    def _load_memory(self, layer: SparseWeight, memory: Tensor | None) -> None:
-        fixed = self.rewiring is not None or self._latent is not None  # BSR-Net's signs are views of one vector
-        if layer.memory is not None and memory is not None and fixed:
-            layer.memory.copy_(layer.part(memory))
-        elif memory is not None and self.algorithm.dense_gradient == "always" and not memory.any():
-            layer.memory = None
-        else:
-            layer.memory = None if memory is None else layer.part(memory).to(layer.parameter.device, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in self.__dict__.items() if key != "_hooks"}
@@ -455,44 +409,3 @@ def _owners(model: nn.Module) -> Iterator[Topology]:
     """The topologies of the weights of a model."""
     found = (_OWNERS[p]() for p in model.parameters() if p in _OWNERS)
     return (topology for topology in found if topology is not None)
-
-
-def _owner(model: nn.Module, layer: SparseWeight) -> tuple[nn.Module, str]:
-    """The module of a weight, and the name of its parameter there."""
-    if isinstance(layer, PackedWeight):
-        return layer.module, "values"
-    path, _, leaf = layer.name.rpartition(".")
-    return model.get_submodule(path), leaf
-
-
-@torch.no_grad()
-def _sharded(layer: SparseWeight, parameter: nn.Parameter | None) -> SparseWeight:
-    """The same weight after `fully_shard` has made a new parameter of it."""
-    if isinstance(layer, PackedWeight):
-        raise UserError(PACKED)
-    if parameter is None or not is_sharded(parameter) or is_sharded(layer.parameter):
-        raise UserError(f'"{layer.name}" was not sharded since the topology was attached; reattach needs fully_shard')
-    moved = ShardedWeight(layer.name, parameter, layer.mask().reshape(-1).nonzero().squeeze(1), layer.final)
-    moved.initial = layer.initial
-    moved.load_state_dict(layer.state_dict())
-    moved.memory = None if layer.memory is None else moved.part(layer.memory)
-    return moved
-
-
-def _sparse_weights(
-    algorithm: Algorithm, model: nn.Module, flat: FlatParameters | None, compile: Compile
-) -> list[SparseWeight]:
-    if packed := packed_weights(algorithm, model):
-        return packed
-    stretches = [] if flat is None else flat.stretches
-    vectors = {id(stretch): MaskedTensor(stretch, shared=True, compile=compile) for stretch in stretches}
-    layers: list[SparseWeight] = []
-    plan = plan_layers(algorithm, model)
-    warn_about_lost(algorithm, plan, stacklevel=4)  # the caller of attach()
-    for planned in plan:
-        if is_sharded(planned.weight):
-            layers.append(ShardedWeight(planned.name, planned.weight, planned.active, planned.final))
-            continue
-        masked = vectors[id(flat.stretch_of(planned.weight))] if flat is not None else None
-        layers.append(MaskedWeight(planned.name, planned.weight, planned.active, planned.final, masked, flat))
-    return layers
