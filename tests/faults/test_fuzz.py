@@ -20,7 +20,8 @@ from equipoise.errors import UserError
 from equipoise.training import Trainer, apply_overrides, make_recipe, read_recipe
 from equipoise.training.checkpoint import load, save
 from equipoise.training.parts import make_parts
-from equipoise.training.recipe import CATALOGUES, KEYS, packaged_recipes
+from equipoise.training.recipe import CATALOGUES, KEYS
+from equipoise.training.recipe_files import packaged_recipes
 from harness.commands import run_command, without_training
 from harness.file_kinds import write_run
 from harness.strategies import NAMES, changed, changes, commands, junk, overrides, words

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from double_helpers import float64_by_default
 from equipoise.training.evaluate import Score
-from equipoise.training.recipe import Recipe, apply_overrides, make_recipe, read_recipe
+from equipoise.training.recipe import Recipe, make_recipe
+from equipoise.training.recipe_files import apply_overrides, read_recipe
 from equipoise.training.trainer import Trainer
 
 ADVERSARIAL = ["at", "trades", "mart", "mixed"]

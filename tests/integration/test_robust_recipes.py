@@ -18,7 +18,8 @@ from equipoise.objectives import AdversarialTraining, Standard, Trades
 from equipoise.topology import BSRNet
 from equipoise.topology.selection import select
 from equipoise.training.optimizers import SGDWOptions
-from equipoise.training.recipe import Recipe, apply_overrides, make_recipe, packaged_recipes, read_recipe
+from equipoise.training.recipe import Recipe, make_recipe
+from equipoise.training.recipe_files import apply_overrides, packaged_recipes, read_recipe
 
 NETWORKS = {"vgg16": ("vgg16", 15_302_848, 256), "wrn": ("wrn_28_4", 5_841_840, 256)}  # weights, width of the last
 DATA = {"cifar10": 10, "cifar100": 100, "svhn": 10}

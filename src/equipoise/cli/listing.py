@@ -63,7 +63,8 @@ def _all_kinds() -> dict[str, Mapping[str, str]]:
     from equipoise.studies.metrics import METRICS
     from equipoise.studies.robust import JUDGES
     from equipoise.topology import PATTERNS
-    from equipoise.training.recipe import CATALOGUES, packaged_recipes
+    from equipoise.training.recipe import CATALOGUES
+    from equipoise.training.recipe_files import packaged_recipes
 
     kinds: dict[str, Mapping[str, str]] = {"recipes": packaged_recipes()}
     kinds |= {catalogue.group: catalogue.describe() for catalogue in CATALOGUES.values()}

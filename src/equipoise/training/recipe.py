@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from importlib import resources
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_type_hints
 
-import yaml
-
-from equipoise.catalogue import Catalogue, names_code, suggestion
+from equipoise.catalogue import Catalogue, names_code
 from equipoise.config import (
     build,
     call,
@@ -21,7 +15,6 @@ from equipoise.config import (
     checked,
     convert,
     parameters_of,
-    parse_yaml,
     split,
     takes_any_name,
 )
@@ -215,64 +208,6 @@ class Recipe:
         """Number of forward passes over the batch in a step, each followed by a backward pass."""
         return self.objective.loss_passes + (self.as_published.raw_gradient > 0)
 
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """Everything that a checkpoint and a recipe must have in common, by key; see `MAY_CHANGE`."""
-        signature = inspect.signature(MODELS[self.model]).parameters
-        defaults = {name: signature[name].default for name in parameters_of(MODELS[self.model])}
-        found = {"seed": self.seed, "model": self.model}
-        for part, options in (("model", defaults | dict(self.model_options)), ("data", self.data_options)):
-            found |= {f"{part}.{key}": _plain(value) for key, value in options.items()}
-        for key in KEYS:
-            if key not in found:
-                found |= _flat(key, getattr(self, key))
-        return {key: value for key, value in found.items() if not _may_change(key)}
-
-
-MAY_CHANGE = (
-    # where and how fast the same numbers are computed
-    "device",
-    "engine",
-    "precision",  # `auto` depends on the device
-    "storage",  # checkpoints are converted
-    "data.root",
-    "data.workers",
-    # the start, which a checkpoint replaces; the file may have moved
-    "topology.initial_mask",
-    "weights",
-    # what is written and scored, which has no effect on the training
-    "checkpoint",
-    "data.test_batch",
-    "bn_recalibration_batches",
-    # settings of the coming steps, on which the state in the checkpoint does not depend
-    "epochs",
-    "optimizer.",  # the options, not the optimizer
-    "schedule",
-    "clip",
-    "ema",
-    "rollback",
-)
-"""Keys of a recipe, with the keys below them, that may differ between a checkpoint and the run that continues it."""
-
-
-def _may_change(key: str) -> bool:
-    return any(key == each or key.startswith(f"{each.removesuffix('.')}.") for each in MAY_CHANGE)
-
-
-def _flat(key: str, value: Any) -> dict[str, Any]:
-    """Return the name of a dataclass and its fields by their keys; other values as they are."""
-    if not is_dataclass(value):
-        return {key: _plain(value)}
-    found = {key: type(value).__name__}
-    for each in fields(value):
-        found |= _flat(f"{key}.{each.name}", getattr(value, each.name))
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that checkpoints can hold."""
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
-
 
 KEYS = [f.name for f in fields(Recipe) if f.name not in ("model_options", "data_options", "raw")]
 """The keys of a recipe file."""
@@ -284,7 +219,7 @@ def make_recipe(raw: Mapping[str, Any]) -> Recipe:
     Raises:
         UserError: If a key is unknown or a value is wrong.
     """
-    _refuse_old_names(raw, "recipe")
+    refuse_old_names(raw, "recipe")
     for key in raw:
         if key not in KEYS and (places := places_of(str(key))):
             raise UserError(f'recipe: "{key}" is not a key of a recipe; write {" or ".join(places)}')
@@ -366,133 +301,10 @@ def without_suffix(name: str) -> tuple[str, str]:
     return (base, suffix) if suffix in ("itop", "fast") else (name, "")
 
 
-def _refuse_old_names(raw: Mapping[str, Any], where: str) -> None:
+def refuse_old_names(raw: Mapping[str, Any], where: str) -> None:
+    """Refuse keys of earlier versions; the error gives their names now and begins with `where`."""
     for old, new in OLD_NAMES.items():
         part, _, key = old.rpartition(".")
         options = raw.get(part) if part else raw
         if isinstance(options, Mapping) and key in options:
             raise UserError(f'{where}: "{old}" is now called "{new}"')
-
-
-# Reading
-
-
-def read_recipe(*sources: str) -> dict[str, Any]:
-    """Read recipes and merge them; later ones override earlier ones, see `lay_over`.
-
-    Args:
-        sources: Files, or names of packaged recipes. A recipe may name another one, or a list of them, as its `base`.
-    """
-    result: dict[str, Any] = {}
-    for source in sources:
-        result = lay_over(result, _read_with_base(source, []))
-    return result
-
-
-def _read_with_base(source: str, seen: list[str]) -> dict[str, Any]:
-    raw = _read_one(source)
-    bases = raw.pop("base", [])
-    result: dict[str, Any] = {}
-    for base in [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else [None]:
-        if not isinstance(base, str):
-            raise UserError(f"{source}: base is the name or the file of another recipe, or a list of them")
-        if _is_file_name(base):
-            base = os.path.normpath(Path(source).parent / base)
-        if base in seen:
-            raise UserError(f"{source}: its base leads back to itself")
-        result = lay_over(result, _read_with_base(base, [*seen, source, base]))
-    return lay_over(result, raw) if bases else raw
-
-
-def lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two recipes.
-
-    A part of `over` with the same name as in `base`, or without a name, adds its options; a part with another name
-    replaces the one in `base`, of which it keeps the options that it lists under `keep`.
-    """
-    result = dict(base)
-    for key, value in over.items():
-        old = result.get(key)
-        old = {"name": old} if isinstance(old, str) and key in DEFAULT_NAMES else old
-        if isinstance(value, Mapping):
-            value, old = dict(value), old if isinstance(old, Mapping) else {}
-            kept = value.pop("keep", ()) if key in DEFAULT_NAMES else ()
-            renamed = value.get("name", old.get("name")) != old.get("name")
-            value = {**{option: old[option] for option in old if not renamed or option in kept}, **value}
-        result[key] = value
-    return result
-
-
-def _read_one(source: str) -> dict[str, Any]:
-    if _is_file_name(source) or os.path.isfile(source):
-        try:
-            text = Path(source).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read the recipe {source}: {error}") from None
-    elif source in (known := packaged_recipes()):
-        text = (resources.files("equipoise") / "recipes" / f"{source}.yaml").read_text()
-    else:
-        hint = suggestion(source, list(known))
-        raise UserError(f'no recipe is called "{source}" and there is no such file{hint}')
-    raw = parse_yaml(text, source)
-    if not isinstance(raw, Mapping) or not all(isinstance(key, str) for key in raw):
-        raise UserError(f"{source}: a recipe is keys and values, such as `model: vgg_c`")
-    _refuse_old_names(raw, source)
-    return dict(raw)
-
-
-def _is_file_name(source: str) -> bool:
-    return source.endswith((".yaml", ".yml"))
-
-
-def packaged_recipes() -> dict[str, str]:
-    """Return the comment in the first line of every packaged recipe, by name."""
-    folder = resources.files("equipoise") / "recipes"
-    files = {f.name.removesuffix(".yaml"): f for f in folder.iterdir() if f.name.endswith(".yaml")}
-    return {name: files[name].read_text().partition("\n")[0].lstrip("# ") for name in sorted(files)}
-
-
-def dump_recipe(raw: Mapping[str, Any]) -> str:
-    """Return a recipe as YAML."""
-    return yaml.safe_dump(dict(raw), sort_keys=False)
-
-
-# Overrides
-
-
-def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Set `key=value` and `part.key=value` in a copy of a recipe.
-
-    A part that gets another name keeps the options that both have.
-    """
-    result = copy.deepcopy(dict(raw))
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise UserError(f'"{override}" is not an override; write key=value, such as topology.sparsity=0.95')
-        _set(result, key, parse_yaml(text, override))
-    return result
-
-
-def _set(raw: dict[str, Any], key: str, value: Any) -> None:
-    *outer, last = key.split(".")
-    inner, defaults = raw, DEFAULT_NAMES
-    for word in outer:
-        found = inner.get(word, defaults.get(word))
-        found = {"name": found} if isinstance(found, str) else {} if found is None else found
-        if not isinstance(found, dict):
-            raise UserError(f'"{word}" has no options, so "{key}" cannot be set')
-        inner[word] = found
-        inner, defaults = found, {}
-    inner[last] = value if outer or not isinstance(value, str) else _renamed(last, raw.get(last), value)
-
-
-def _renamed(part: str, old: Any, name: str) -> Any:
-    """Return a part under another name, with the options that the new one has too."""
-    if not isinstance(old, dict) or "name" not in old:
-        return name
-    known = set(old)
-    if part in CATALOGUES:
-        base = without_suffix(name)[0] if part == "topology" else name
-        known = {*parameters_of(CATALOGUES[part][base]), *(parameters_of(DataOptions) if part == "data" else ())}
-    return {**{key: item for key, item in old.items() if key in known}, "name": name}

@@ -13,7 +13,7 @@ from typing import IO, Any
 from equipoise.errors import UserError
 from equipoise.files import open_to_append, remove_leftovers, write_new, write_whole
 from equipoise.training.checkpoint import Store
-from equipoise.training.recipe import dump_recipe, read_recipe
+from equipoise.training.recipe_files import dump_recipe, read_recipe
 
 try:
     import fcntl

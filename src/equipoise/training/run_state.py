@@ -16,6 +16,7 @@ from equipoise.training.convert_storage import in_storage, plain_names
 from equipoise.training.evaluate import Score
 from equipoise.training.optimizers import NamedState
 from equipoise.training.processes import local_part, state_for_process
+from equipoise.training.recipe_fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from equipoise.training.trainer import Trainer
@@ -53,7 +54,7 @@ def _state_of_process(trainer: Trainer) -> dict[str, Any]:
 
 def _fingerprint(trainer: Trainer) -> dict[str, Any]:
     """The fingerprint of the recipe, with the mode of the correction that was chosen."""
-    return replace(trainer.recipe, correction=trainer.parts.correction.estimator).fingerprint
+    return fingerprint(replace(trainer.recipe, correction=trainer.parts.correction.estimator))
 
 
 def _named(trainer: Trainer) -> list[tuple[str, nn.Parameter]]:

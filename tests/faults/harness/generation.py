@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from equipoise.errors import UserError
 from equipoise.training import apply_overrides, make_recipe, read_recipe
 from equipoise.training.parts import make_parts
-from equipoise.training.recipe import packaged_recipes
+from equipoise.training.recipe_files import packaged_recipes
 from harness.commands import run_command, shown, told, without_training
 from harness.file_kinds import write_run
 from harness.strategies import changed, changes, commands, numbers, overrides

@@ -16,7 +16,7 @@ from double_helpers import float64_by_default
 from equipoise.errors import UserError
 from equipoise.training import Trainer, make_recipe
 from equipoise.training.evaluate import score
-from equipoise.training.recipe import read_recipe
+from equipoise.training.recipe_files import read_recipe
 from replay_engine import FixedAddressEngine, ReplayEngine
 from train_helpers import assert_same_state, bits
 
