@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.topology import BSRNet, Topology
-from equipoise.topology.rewiring import NEWBORN, distribute, normal
+from equipoise.topology.rewiring import NEWBORN
+from equipoise.topology.rewiring_kernels import distribute, normal
 from equipoise.training.optimizers import SGDW
 from topology_helpers import assert_sparse, perceptron, train
 
