@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.errors import UserError
 from equipoise.objectives.attack import at_least_float32
-from equipoise.objectives.objective import AdversarialObjective, Classifier
+from equipoise.objectives.objective import Classifier, DivergenceObjective
 
 
 @dataclass(frozen=True)
-class Mart(AdversarialObjective):
+class Mart(DivergenceObjective):
     """Boosted cross-entropy + β·KL weighted by misclassification (MART, Wang et al. 2020).
 
     With p = softmax f(x) and q = softmax f(x′), averaged over the batch:
 
         loss = −log q_y − log(1.0001 − max_{k≠y} q_k) + β·(1 − p_y)·Σₖ pₖ (log pₖ − log qₖ)
 
-    The 1.0001 (the paper has 1) and the start of the attack at x + 0.001·N(0, 1) are those of the authors'
-    code. That code adds 1e-12 inside logarithms; here they are exact. Accuracy is that of the adversarial
+    The 1.0001 (the paper has 1) and the start of the attack at x + 0.001·N(0, 1) follow the authors'
+    code. That code adds 1e-12 inside logarithms; here they are exact. Accuracy is measured on the adversarial
     images.
 
     Args:
@@ -31,17 +29,6 @@ class Mart(AdversarialObjective):
     """
 
     beta: float = 5.0
-
-    start: ClassVar[str] = "normal"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.beta >= 0:
-            raise UserError(f"beta must be at least 0, not {self.beta}")
-
-    @property
-    def loss_passes(self) -> int:
-        return 2
 
     def prepare(
         self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None

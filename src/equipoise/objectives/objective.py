@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from equipoise.errors import UserError
 from equipoise.objectives.attack import PGD
 
 Classifier = Callable[[Tensor], Tensor]
@@ -78,3 +79,21 @@ class AdversarialObjective(Objective):
     @property
     def attack_passes(self) -> int:
         return self.attack.passes
+
+
+@dataclass(frozen=True)
+class DivergenceObjective(AdversarialObjective):
+    """Base class of objectives with a divergence β·KL between the predictions of clean and adversarial images."""
+
+    beta: float = 1.0
+
+    start: ClassVar[str] = "normal"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.beta >= 0:
+            raise UserError(f"beta must be at least 0, not {self.beta}")
+
+    @property
+    def loss_passes(self) -> int:
+        return 2

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.errors import UserError
 from equipoise.objectives.attack import at_least_float32
-from equipoise.objectives.objective import AdversarialObjective, Classifier
+from equipoise.objectives.objective import Classifier, DivergenceObjective
 
 
 @dataclass(frozen=True)
-class Trades(AdversarialObjective):
+class Trades(DivergenceObjective):
     """Clean cross-entropy + β·KL(clean ‖ adversarial) (TRADES, Zhang et al. 2019, arXiv:1901.08573).
 
     With p = softmax f(x) and q = softmax f(x′), averaged over the batch:
@@ -24,7 +23,7 @@ class Trades(AdversarialObjective):
 
     The gradient flows through both p and q, and x′ maximises the same divergence from x + 0.001·N(0, 1), as in
     the authors' code. Two differences from that code: the start is clipped to valid pixels, and f(x) is
-    computed once, so that BatchNorm sees the clean batch once per step. Accuracy is that of the clean images.
+    computed once, so that BatchNorm sees the clean batch once per step. Accuracy is measured on the clean images.
 
     Args:
         beta: Weight β of the divergence.
@@ -32,17 +31,7 @@ class Trades(AdversarialObjective):
 
     beta: float = 6.0
 
-    start: ClassVar[str] = "normal"
     attack_loss: ClassVar[str] = "kl"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.beta >= 0:
-            raise UserError(f"beta must be at least 0, not {self.beta}")
-
-    @property
-    def loss_passes(self) -> int:
-        return 2
 
     def prepare(
         self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None
