@@ -50,25 +50,17 @@ def study(
 ) -> None:
     """Run the missing runs of a study (arms x seeds) and write one result file for each."""
     from equipoise.report.verdict_lines import verdict_lines
-    from equipoise.studies.design import packaged_studies, read_design, read_study
+    from equipoise.studies.design import read_study
     from equipoise.studies.results import slug
     from equipoise.studies.runner import jobs_of, run_study
     from equipoise.training.signals import stoppable
 
-    if launcher not in ("local", "ray"):
-        raise UserError(f"--launcher {launcher}: expected local or ray")
-    if address is not None and launcher != "ray":
-        raise UserError("--address is the address of a Ray cluster; use it with --launcher ray")
+    _check_launcher(launcher, address)
     if reproduction is not None:
-        from equipoise.report.reproduction import write_page
-
-        for problem in write_page(results, reproduction):
-            console.print(problem)
-        console.print(f"written: {reproduction}")
+        _write_reproduction(results, reproduction)
         return
     if file is None:
-        for name in packaged_studies():
-            console.print(f"{name:<28}{read_design(name).title}")
+        _list_studies()
         return
     if allow_code:
         modules_here()
@@ -76,7 +68,7 @@ def study(
     arms = list(dict.fromkeys(only or []))
     chosen = jobs_of(design, results, work, arms, parse_seeds(seeds), data, other_jobs, allow_code)
     if list_only:
-        _list(chosen)
+        _list_jobs(chosen)
         return
     options = [
         *[("--results", str(results), "results"), ("--work", str(work), "runs"), ("--data", str(data or ""), "")],
@@ -98,7 +90,29 @@ def study(
     console.print(f"next: equipoise report {shlex.quote(str(folder))} -o report.html")
 
 
-def _list(jobs: list[Job]) -> None:
+def _check_launcher(launcher: str, address: str | None) -> None:
+    if launcher not in ("local", "ray"):
+        raise UserError(f"--launcher {launcher}: expected local or ray")
+    if address is not None and launcher != "ray":
+        raise UserError("--address is the address of a Ray cluster; use it with --launcher ray")
+
+
+def _write_reproduction(results: Path, page: Path) -> None:
+    from equipoise.report.reproduction import write_page
+
+    for problem in write_page(results, page):
+        console.print(problem)
+    console.print(f"written: {page}")
+
+
+def _list_studies() -> None:
+    from equipoise.studies.design import packaged_studies, read_design
+
+    for name in packaged_studies():
+        console.print(f"{name:<28}{read_design(name).title}")
+
+
+def _list_jobs(jobs: list[Job]) -> None:
     """Print the state of every job, and an estimate of the time that the unfinished ones take."""
     from equipoise.display.tables import duration
     from equipoise.studies.estimate import estimate
