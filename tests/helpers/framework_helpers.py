@@ -17,6 +17,14 @@ import equipoise as eq
 FEATURES, BATCH, BATCHES, EPOCHS = 10, 8, 6, 4
 RATE, CLIP = 0.5, 0.1
 
+CORRECTIONS = {
+    "none": None,
+    "agent": eq.Agent(gamma=1.0),
+    "replay": eq.Agent(gamma=1.0, mode="replay", coefficient="gradient"),
+    "running": eq.Agent(gamma=1.0, mode="running"),
+    "every": eq.SVRG(every=BATCHES),
+}
+
 
 def topology(**options: Any) -> eq.RigL:
     return eq.RigL(sparsity=0.7, every=3, until=1.0, **options)

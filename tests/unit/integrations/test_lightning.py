@@ -11,17 +11,20 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import equipoise as eq
 from equipoise.errors import UserError
-from framework_helpers import BATCH, BATCHES, CLIP, assert_equal, data, network, own_loop, topology, weights
+from framework_helpers import (
+    BATCH,
+    BATCHES,
+    CLIP,
+    CORRECTIONS,
+    assert_equal,
+    data,
+    network,
+    own_loop,
+    topology,
+    weights,
+)
 
 pytestmark = pytest.mark.xdist_group("frameworks")
-
-CORRECTIONS = {
-    "none": None,
-    "agent": eq.Agent(gamma=1.0),
-    "replay": eq.Agent(gamma=1.0, mode="replay", coefficient="gradient"),
-    "running": eq.Agent(gamma=1.0, mode="running"),
-    "every": eq.SVRG(every=BATCHES),
-}
 
 
 @pytest.mark.parametrize(

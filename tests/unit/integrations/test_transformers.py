@@ -11,17 +11,9 @@ import torch
 
 import equipoise as eq
 from equipoise.errors import UserError
-from framework_helpers import BATCHES, EPOCHS, assert_equal, own_loop, topology, weights
+from framework_helpers import BATCHES, CORRECTIONS, EPOCHS, assert_equal, own_loop, topology, weights
 
 pytestmark = pytest.mark.xdist_group("frameworks")
-
-CORRECTIONS = {
-    "none": None,
-    "agent": eq.Agent(gamma=1.0),
-    "replay": eq.Agent(gamma=1.0, mode="replay", coefficient="gradient"),
-    "running": eq.Agent(gamma=1.0, mode="running"),
-    "every": eq.SVRG(every=BATCHES),
-}
 
 
 @pytest.mark.parametrize(

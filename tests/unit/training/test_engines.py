@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,11 +26,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PGD, "_check", lambda *_, **__: None)
 
 
-def trained(case: Case, engine: Engine) -> Trainer:
-    trainer = Trainer(make_recipe(recipe_of(case) | {"device": "cpu"}), engine=engine)
+def run(raw: dict[str, Any], engine: Engine) -> Trainer:
+    trainer = Trainer(make_recipe(raw), engine=engine)
     while trainer.epoch < trainer.recipe.epochs:
         trainer.run_epoch()
     return trainer
+
+
+def trained(case: Case, engine: Engine) -> Trainer:
+    return run(recipe_of(case) | {"device": "cpu"}, engine)
 
 
 def assert_same(left: Trainer, right: Trainer) -> None:
@@ -44,48 +50,34 @@ def assert_same(left: Trainer, right: Trainer) -> None:
     ]
 
 
+def replayed_as_eager(raw: dict[str, Any]) -> Trainer:
+    """Train a recipe with replayed steps and with eager ones, compare the two runs, and return the second."""
+    eager, engine = run(raw, FixedAddressEngine()), ReplayEngine()
+    assert_same(run(raw, engine), eager)
+    assert engine.replays > 0
+    return eager
+
+
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in ALL], ids=", ".join
 )
 def test_replayed_steps_are_eager_steps(case: Case) -> None:
-    eager, engine = trained(case, FixedAddressEngine()), ReplayEngine()
-    assert_same(trained(case, engine), eager)
-    assert engine.replays > 0
+    replayed_as_eager(recipe_of(case) | {"device": "cpu"})
 
 
 @pytest.mark.parametrize("correction", ["sgd", "agent"])
 def test_sr_ste_is_replayed(correction: str) -> None:
     """The masks change inside the recorded functions."""
-
-    def run(engine: Engine) -> Trainer:
-        chosen = {"topology": {"name": "sr-ste"}, "optimizer": {"name": "sgd", "lr": 0.05}, "device": "cpu"}
-        trainer = Trainer(make_recipe(BASE | chosen | {"correction": correction, "epochs": 3}), engine=engine)
-        while trainer.epoch < 3:
-            trainer.run_epoch()
-        return trainer
-
-    engine = ReplayEngine()
-    replayed, eager = run(engine), run(FixedAddressEngine())
-    assert_same(replayed, eager)
-    assert engine.replays > 0
+    chosen = {"topology": {"name": "sr-ste"}, "optimizer": {"name": "sgd", "lr": 0.05}, "device": "cpu"}
+    eager = replayed_as_eager(BASE | chosen | {"correction": correction, "epochs": 3})
     assert eager.parts.topology.exploration > 0.5
 
 
 def test_hydra_is_replayed() -> None:
     """Recorded steps before and after those that learn scores, which are taken eagerly."""
-
-    def run(engine: Engine) -> Trainer:
-        topology = {"name": "hydra", "sparsity": 0.8, "begin": 0.4, "until": 0.7}
-        chosen = {"topology": topology, "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}, "device": "cpu"}
-        trainer = Trainer(make_recipe(BASE | chosen | {"epochs": 5}), engine=engine)
-        while trainer.epoch < 5:
-            trainer.run_epoch()
-        return trainer
-
-    engine = ReplayEngine()
-    replayed, eager = run(engine), run(FixedAddressEngine())
-    assert_same(replayed, eager)
-    assert engine.replays > 0
+    topology = {"name": "hydra", "sparsity": 0.8, "begin": 0.4, "until": 0.7}
+    chosen = {"topology": topology, "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}, "device": "cpu"}
+    eager = replayed_as_eager(BASE | chosen | {"epochs": 5})
     assert eager.parts.topology.updates > 0
     assert eager.parts.topology.density == pytest.approx(0.2, abs=0.01)
     assert all((la.parameter.detach()[~la.mask()] == 0).all() for la in eager.parts.topology.layers)
