@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from equipoise.storage.sparse_weight import SparseWeight
     from equipoise.topology.topology import Topology
 
+DenseGradient = Literal["never", "at updates", "always"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
@@ -63,7 +65,7 @@ class Algorithm:
     # Whether the mask of a weight never changes.
     fixed: ClassVar[bool] = False
     # At which steps the algorithm needs the gradient of inactive weights.
-    dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "never"
+    dense_gradient: ClassVar[DenseGradient] = "never"
 
     def __post_init__(self) -> None:
         self._check_numbers()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.storage.sparse_weight import SparseWeight
+from equipoise.topology.algorithm import DenseGradient
 from equipoise.topology.gmp import GMP
 
 
@@ -23,7 +24,7 @@ class GraNet(GMP):
     initial_sparsity: float | Literal["auto"] = 0.5
     drop_fraction: float = 0.5
 
-    dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "at updates"
+    dense_gradient: ClassVar[DenseGradient] = "at updates"
 
     def growth_score(self, layer: SparseWeight, generator: torch.Generator) -> Tensor:
         """|∂loss/∂w|; random for a weight that took no part in the loss."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from equipoise.errors import UserError
 from equipoise.storage.masked import ACTIVE, DROPPED
 from equipoise.storage.sparse_weight import SparseWeight, highest
-from equipoise.topology.algorithm import Algorithm
+from equipoise.topology.algorithm import Algorithm, DenseGradient
 from equipoise.topology.distribution import Distribution, Shapes
 from equipoise.topology.latent import Latent, recorded_gradient
 from equipoise.topology.schedule import Window
@@ -25,7 +25,7 @@ class Hydra(Algorithm):
 
     Training has three phases. Until `begin` the model is dense. Until `until` its weights w are frozen and every weight
     has a score, which starts at s = sqrt(6/fan_in)·w/max|w|. The model computes with mask⊙w; the mask has the largest
-    |s| of each layer. The gradient g of mask⊙w gives that of the scores (straight-through), g⊙w⊙sign(s), and the
+    |s| of each layer. From the gradient g of mask⊙w the scores get the gradient g⊙w⊙sign(s) (straight-through), and the
     optimizer steps them like weights. Then the mask stays, and the kept weights are trained on. Momentum starts at zero
     in every phase. The learning rates of the phases are those of the schedule, such as `piecewise`.
 
@@ -44,7 +44,7 @@ class Hydra(Algorithm):
     begin: float = 5 / 11
     until: float = 6 / 11
 
-    dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "at updates"
+    dense_gradient: ClassVar[DenseGradient] = "at updates"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equipoise.errors import UserError
 from equipoise.storage.sparse_weight import SparseWeight
-from equipoise.topology.algorithm import Dynamic
+from equipoise.topology.algorithm import DenseGradient, Dynamic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class RigL(Dynamic):
     regrow: bool = False
     growth: Literal["batch", "corrected"] = "batch"
 
-    dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "at updates"
+    dense_gradient: ClassVar[DenseGradient] = "at updates"
     itop_every: ClassVar[int] = 4000
 
     def __post_init__(self) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from equipoise.errors import UserError
 from equipoise.storage.sparse_weight import SparseWeight
-from equipoise.topology.algorithm import Dynamic
+from equipoise.topology.algorithm import DenseGradient, Dynamic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class SNFS(Dynamic):
     drop_fraction: float = 0.5
     momentum: float = 0.9
 
-    dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "always"
+    dense_gradient: ClassVar[DenseGradient] = "always"
 
     def __post_init__(self) -> None:
         super().__post_init__()

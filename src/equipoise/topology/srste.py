@@ -12,7 +12,7 @@ from torch import Tensor
 from equipoise.errors import UserError
 from equipoise.storage.masked import ACTIVE, DROPPED
 from equipoise.storage.sparse_weight import SparseWeight
-from equipoise.topology.algorithm import Algorithm
+from equipoise.topology.algorithm import Algorithm, DenseGradient
 from equipoise.topology.latent import Latent, recorded_gradient
 from equipoise.topology.pattern import Pattern, parse_pattern
 
@@ -39,7 +39,7 @@ class SRSTE(Algorithm):
     initial_mask: Literal["nonzeros", "random", "largest"] = field(default="largest", init=False)
     decay: float = 2e-4
 
-    dense_gradient: ClassVar[Literal["never", "at updates", "always"]] = "always"
+    dense_gradient: ClassVar[DenseGradient] = "always"
 
     def __post_init__(self) -> None:
         super().__post_init__()
