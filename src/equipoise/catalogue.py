@@ -1,6 +1,6 @@
 """Tables of things that can be chosen by name: algorithms, models, datasets, objectives, corrections.
 
-A name is a built-in one, that of an installed entry point, or `package.module:attribute`. Looking up a name never
+A name is built in, belongs to an installed entry point, or is `package.module:attribute`. Looking up a name never
 imports code that a file names: see `Catalogue.import_code`.
 """
 

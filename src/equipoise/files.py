@@ -33,7 +33,7 @@ def _temporary_file(path: Path) -> Iterator[Path]:
     """Yield an empty file with an unpredictable name next to `path`, and remove it."""
     remove_leftovers(path, LEFTOVER_SECONDS)
     temporary = temporary_name(path)
-    # O_EXCL fails at a symbolic link. The mode is that of `open`, from which the umask is subtracted.
+    # O_EXCL fails at a symbolic link. The mode is the default of `open`, less the umask.
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield temporary

@@ -8,7 +8,7 @@ images. `ema`: the exponential moving average of the weights, with statistics re
 """
 
 ALL_SCORES = {**SCORES, "as_published": "as published"}
-"""The scores with that of recipes with `as_published.score`, see `PublishedOptions`.
+"""All scores, including the one of recipes with `as_published.score`, see `PublishedOptions`.
 
 `as_published`: the weights after the first step of the epoch, with BatchNorm statistics of raw training images.
 """

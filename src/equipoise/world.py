@@ -69,7 +69,7 @@ class World:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture the collectives: those of nccl, which launch work on the device only."""
+        """Whether a CUDA graph can capture the collectives: only nccl launches nothing but work on the device."""
         return self.alone or dist.get_backend(self._group) == "nccl"
 
     def raise_flag(self) -> None:

@@ -93,7 +93,7 @@ class Setting:
 
     @property
     def steps_per_epoch(self) -> int:
-        """m, by default that of Theorem 1."""
+        """m, by default the value of Theorem 1."""
         if self.epoch_length is not None:
             return self.epoch_length
         return max(1, math.floor(self.samples ** (1.5 * self.alpha) / (self.mu * self.batch_size)))

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line. Wrong input ends in one line and exit status 2, never in a traceback.
 
     Args:
-        arguments: The words after `equipoise`; those of the process by default.
+        arguments: The words after `equipoise`; by default the arguments of the process.
     """
     warnings.showwarning = _show_warning
     logging.getLogger("PIL").addHandler(logging.NullHandler())  # our own message names the damaged image

@@ -1,4 +1,4 @@
-"""What several commands share: the console, arguments, and run folders."""
+"""Helpers of several commands: the console, arguments, and run folders."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from equipoise.storage.sparse_weight import SparseWeight
 
 
 class SparseLayers(Protocol):
-    """What an active vector needs of a topology: its layers, and how often their masks have changed."""
+    """The attributes of a topology that an active vector reads: layers, and how often their masks have changed."""
 
     layers: list[SparseWeight]
     updates: int

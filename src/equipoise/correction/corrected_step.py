@@ -21,7 +21,7 @@ from equipoise.correction.step_statistics import StepStatistics
 
 
 class Applied(NamedTuple):
-    """What one step has added to the gradient: delta = -w·deviation."""
+    """The correction that one step has added to the gradient: delta = -w·deviation."""
 
     deviation: Tensor  # g_old - g̃, zero at weights that are not corrected
     delta: Tensor | None = None  # None if w is 0
@@ -111,7 +111,7 @@ class CorrectedStep:
         return self._coefficient.needs_losses and not self._mode.full_pass
 
     def _batch_gradient(self, before: Tensor | None, scale: float) -> Tensor:
-        """Return the unscaled gradient of the batch alone, given what was accumulated before it."""
+        """Return the unscaled gradient of the batch alone, given the gradient accumulated before it."""
         new = self._runner.gradients.read(self._vector)
         if before is not None:
             new -= before
@@ -153,7 +153,7 @@ class CorrectedStep:
         return topology is not None and topology.growth.corrected and topology.update_is_next
 
     def _observed(self, new: Tensor, old: OldGradient, applied: Applied) -> list[Tensor]:
-        """Return what coefficient and statistics observe of the whole batch."""
+        """Return the tensors that coefficient and statistics observe, to be averaged over the processes."""
         wanted = [new] if applied.delta is None else [new, applied.delta]
         return [*wanted, applied.deviation, old.reference] if self._coefficient.needs_gradients else wanted
 

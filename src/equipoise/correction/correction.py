@@ -49,7 +49,7 @@ class Correction:
     training does.
 
     With several processes each one runs its share of every batch and corrects it by its share of g_old and g̃. The
-    correction is linear, so one all-reduce of the corrected gradient gives that of the whole batch. Losses, and the
+    correction is linear, so one all-reduce gives the corrected gradient of the whole batch. Losses, and the
     gradients that the coefficient observes, are averaged too.
 
     Args: see `Estimator.attach`.
@@ -118,7 +118,7 @@ class Correction:
 
     @property
     def passes(self) -> dict[str, int]:
-        """Forward and backward passes over batches so far, those of plain steps included."""
+        """Forward and backward passes over batches so far, including plain steps."""
         return self.runner.passes
 
     @property
@@ -261,13 +261,13 @@ class Correction:
     ) -> None:
         """Correct the gradient in `.grad` after a backward pass of the caller.
 
-        For loops that call `loss.backward()` themselves, such as those of frameworks:
+        For loops that call `loss.backward()` themselves, such as the loops of frameworks:
 
             correction.before_forward()  # only if the model has dropout
             loss_fn(model, x, y).backward()
             correction.correct(loss_fn, x, y)
 
-        The numbers are those of `backward`. Call it after every backward pass, also when accumulating. With
+        It computes the same numbers as `backward`. Call it after every backward pass, also when accumulating. With
         DistributedDataParallel the wrapper averages the batch gradient and this method averages the correction.
 
         Args:
@@ -289,7 +289,7 @@ class Correction:
         self.count_step(passes=1)
 
     def _begin_step(self, scale: float) -> None:
-        """Refuse a wrong step, and warn about one that the user cannot mean."""
+        """Refuse a wrong step, and warn about a step that is probably a mistake."""
         if self.estimator.corrects and not self.refreshes:
             self._warn("a step before the first refresh is not corrected; call refresh(batches, loss_fn) first")
         if self.total_steps and self.steps == self.total_steps:

@@ -50,7 +50,7 @@ class CostEstimate(NamedTuple):
 def estimate_cost(
     estimator: Estimator, vector: ActiveVector, snapshot_bytes: int, batches: int, passes: float
 ) -> CostEstimate:
-    """Estimate the cost of epochs with this number of batches; `passes` is that of an epoch relative to SGD."""
+    """Estimate the cost of epochs with this number of batches; `passes` is the cost of an epoch relative to SGD."""
     if not estimator.corrects:
         return CostEstimate(None, passes, 0)
     memory = STANDING_VECTORS * vector.size * vector.dtype.itemsize

@@ -17,7 +17,7 @@ GOLDEN_RATIO = 0.6180339887498949
 
 
 class Fingerprint(NamedTuple):
-    """What is compared of a batch. Devices are not: a step may move to a GPU what the refresh had on the CPU.
+    """A summary of a batch, to recognise it. Devices are not compared: a step may move a batch of the CPU to a GPU.
 
     Attributes:
         structure: Hash of containers, shapes, types and plain values such as references to batches.
@@ -44,7 +44,7 @@ class Fingerprint(NamedTuple):
         return cls(structure, values)
 
     def differs(self, other: Fingerprint) -> Tensor:
-        """Return whether it is that of another batch, on the GPU if values are there; nothing waits for it."""
+        """Return whether it belongs to another batch, as a tensor on the device of the values: no GPU is waited for."""
         shapes, others = ([value.shape for value in one.values] for one in (self, other))
         differs = torch.tensor(self.structure != other.structure or shapes != others, device="cpu")
         if not differs:

@@ -88,7 +88,7 @@ class Mode(Stateful):
         self._check_lengths(getattr(self, name) for name, fits in self.saved.items() if fits is VECTOR)
 
     def _check_lengths(self, vectors: Iterable[Tensor | None]) -> None:
-        """Refuse saved gradients of another number of weights than those of `vector`."""
+        """Refuse saved gradients with another number of weights than `vector`."""
         size = 0 if self.vector is None else self.vector.size
         for vector in vectors:
             if vector is not None and len(vector) != size:
@@ -233,7 +233,7 @@ class Previous(Mode):
         self.reset()
 
     def renew_snapshot(self) -> None:
-        if self.estimate is None:  # otherwise the snapshot is that of the last step
+        if self.estimate is None:  # otherwise the snapshot holds the weights of the last step
             self.snapshot.take()
 
     def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
@@ -299,7 +299,7 @@ class Table(Mode):
 
     def old(self, run: PassAtSnapshot, index: int | None) -> OldGradient | None:
         if index is None or not 0 <= index < self.batches:
-            raise UserError(f"index={index} must be that of the batch, from 0 to {self.batches - 1}, with SAGA")
+            raise UserError(f"index={index} must be the number of the batch, from 0 to {self.batches - 1}, with SAGA")
         if self.mean is None:
             return None
         return OldGradient(self.rows[index].to(self.mean.dtype), self.mean, known=self.known)
@@ -308,7 +308,7 @@ class Table(Mode):
         assert index is not None
         row = _finite_or(new, self.rows.get(index)).to(self.dtype)  # an overflow would never leave the mean
         if self.mean is not None:
-            # The difference of stored rows keeps the mean equal to that of the table.
+            # The difference of stored rows keeps the mean equal to the mean of the table.
             self.mean = self.mean + (row.to(new.dtype) - self.rows[index].to(new.dtype)) / self.batches
         self.rows[index] = row
 

@@ -58,7 +58,7 @@ class RandomState:
 class Snapshot:
     """A copy of all parameters and buffers of a model; empty until `take` is called.
 
-    `at` swaps the storage of the live tensors for that of the copy, so the same module, compiled or not, computes at
+    `at` swaps the storages of the live tensors and of the copy, so the same module, compiled or not, computes at
     θ̃. Buffers are swapped too: a pass at the snapshot updates the running statistics of the copy, not the live ones.
     """
 

@@ -110,7 +110,7 @@ class Statistics(NamedTuple):
 
 
 def statistics(images: Images) -> Statistics:
-    """Channel statistics over all pixels, scaled to [0, 1]; the standard deviation is that of the population."""
+    """Channel statistics over all pixels, scaled to [0, 1]; the standard deviation divides by the number of pixels."""
     if len(images) == 0:
         raise UserError("channel statistics need at least one image")
     channels = images.images.shape[1]

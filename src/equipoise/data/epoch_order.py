@@ -29,7 +29,7 @@ class EpochPlan:
 class Order:
     """Order of the images in every epoch, a function of the seed and the epoch alone.
 
-    `count` is the number of images; the other arguments are those of `Loader`. With `fixed_batches`, the shorter
+    `count` is the number of images; the other arguments are the same as for `Loader`. With `fixed_batches`, the shorter
     last batch is permuted too, and `drop_last` drops the same images in every epoch.
     """
 

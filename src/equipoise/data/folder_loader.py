@@ -38,7 +38,7 @@ class FolderLoader:
         size: Side of the images in pixels.
         workers: Number of decoding processes; 0 decodes in this process.
 
-    The other arguments are those of `Loader`.
+    The other arguments are the same as for `Loader`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class FolderLoader:
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """Ignore signals that reach all processes of a run at once, as those of systemd, Slurm and Ctrl-C.
+    """Ignore signals that reach all processes of a run at once, such as from systemd, Slurm and Ctrl-C.
 
     The run stops after its step and ends its workers. With torch's handler they would end before the run, which would
     fail.

@@ -27,7 +27,7 @@ class Attachment:
     Args:
         algorithm: The topology, such as `eq.RigL(sparsity=0.9)`.
         correction: The gradient correction, such as `eq.Agent()`; by default none.
-        total_steps: Number of optimizer steps of the whole training; by default that of the framework.
+        total_steps: Number of optimizer steps of the whole training; by default taken from the framework.
 
     Attributes:
         topology: The topology of the current or last training; `None` before the first.
@@ -124,7 +124,7 @@ class Attachment:
         return {"density": self.topology.density, "exploration": self.topology.exploration, **numbers}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for the framework's checkpoint. All processes call it; that of the first is complete."""
+        """Return the state for the framework's checkpoint. All processes call it; the first one returns all of it."""
         if self.topology is None:
             return self._loaded or {}
         correction = None if self.correction is None else self.correction.state_dict()

@@ -41,7 +41,7 @@ class SparseTraining(Attachment, Callback):
         trainer = Trainer(max_epochs=90, callbacks=[SparseTraining(eq.RigL(sparsity=0.9), eq.Agent())])
         trainer.fit(module, loader)
 
-    All state is part of Lightning's checkpoints, also that of the random number generators, which Lightning does not
+    All state is part of Lightning's checkpoints, including the random number generators, which Lightning does not
     save. `trainer.fit(..., ckpt_path=FILE)` ends with the weights of an uninterrupted run if the checkpoint was saved
     at the end of an epoch; inside an epoch Lightning needs a loader with `state_dict`. `density`, `exploration` and
     numbers of the correction are logged after every epoch.

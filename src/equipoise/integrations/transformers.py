@@ -43,7 +43,7 @@ class SparseTraining(Attachment, TrainerCallback):
     Args:
         algorithm: The topology, such as `eq.RigL(sparsity=0.9)`.
         correction: The gradient correction, such as `eq.Agent()`; only `SparseTrainer` can run one.
-        total_steps: Number of optimizer steps of the whole training; by default that of the `Trainer`.
+        total_steps: Number of optimizer steps of the whole training; by default taken from the `Trainer`.
         resume_from: Folder of the checkpoint that training resumes from, if it is not in `output_dir`.
 
     Attributes:

@@ -1,7 +1,7 @@
 """ResNet-18, 34 and 50 with the stem for CIFAR or for ImageNet.
 
 He et al., "Deep residual learning for image recognition", CVPR 2016, with the stride of a bottleneck in
-its 3x3 convolution. Parameter names are those of torchvision, so that its checkpoints can be loaded.
+its 3x3 convolution. Parameters are named as in torchvision, so that its checkpoints can be loaded.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def resnet18(
 ) -> ResNet:
     """ResNet-18: 11.2M parameters with the CIFAR stem.
 
-    The arguments are those of `ResNet`.
+    The arguments are the same as for `ResNet`.
     """
     return ResNet(BasicBlock, (2, 2, 2, 2), classes, channels, stem, width, bias)
 
@@ -135,7 +135,7 @@ def resnet34(
 ) -> ResNet:
     """ResNet-34: 21.3M parameters with the CIFAR stem; ITOP's with `bias=False`.
 
-    The arguments are those of `ResNet`.
+    The arguments are the same as for `ResNet`.
     """
     return ResNet(BasicBlock, (3, 4, 6, 3), classes, channels, stem, width, bias)
 
@@ -145,7 +145,7 @@ def resnet50(
 ) -> ResNet:
     """ResNet-50: 25.6M parameters with the ImageNet stem and 1000 classes.
 
-    The arguments are those of `ResNet`.
+    The arguments are the same as for `ResNet`.
     """
     return ResNet(Bottleneck, (3, 4, 6, 3), classes, channels, stem, width, bias)
 

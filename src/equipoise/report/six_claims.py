@@ -59,7 +59,7 @@ class Judged:
 
     Attributes:
         plain: The verdict on plain scores.
-        recalibrated: That with recalibrated BatchNorm; `None` for metrics without scores.
+        recalibrated: The verdict with recalibrated BatchNorm; `None` for metrics without scores.
         images: What the images of its studies are; empty if unknown.
     """
 
@@ -98,7 +98,7 @@ class JudgedClaim:
 
     @property
     def caveat(self) -> str:
-        """The first control whose verdict is not that of the main setting, in one line; empty if there is none."""
+        """The first control whose verdict differs from the main setting, in one line; empty if there is none."""
         tested = [each for each in self.settings if each.setting.control and each.plain.word != "not tested"]
         other = next((each for each in tested if each.plain.word != self.main.plain.word), None)
         return f"control, {other.setting.name}: {other.effect}, {other.plain.word}" if other else ""

@@ -1,4 +1,4 @@
-"""What was tried and what was found, in six sentences, for the reproduction page and the HTML report."""
+"""A summary of experiments and findings in six sentences, for the reproduction page and the HTML report."""
 
 from __future__ import annotations
 

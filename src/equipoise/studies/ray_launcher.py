@@ -21,7 +21,7 @@ Resources = Mapping[str, float]  # num_cpus and num_gpus, Ray's names
 def on_ray(address: str | None, resources: Callable[[Any, bool], Resources]) -> Launcher:
     """Return a launcher that runs each job as a Ray task.
 
-    Paths are those of this machine; every machine of the cluster must see the same folders.
+    Paths refer to this machine; every machine of the cluster must see the same folders.
 
     Args:
         address: Address of the cluster; `None` starts a local one that ends with the study.

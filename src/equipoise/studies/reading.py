@@ -132,7 +132,7 @@ def _read_arms(folder: Path, asked: Mapping[str, Any], problems: list[str]) -> d
                 raise UserError(f"another file holds seed {result.seed} of {result.arm}")
             for other in seeds.values():
                 if result.recipe and other.recipe and (apart := differences(result.recipe, other.recipe)):
-                    raise UserError(f"its recipe is not that of seed {other.seed}: {', '.join(apart)}")
+                    raise UserError(f"its recipe differs from that of seed {other.seed}: {', '.join(apart)}")
             by_arm[result.arm] = {**seeds, result.seed: result}
     return {arm: tuple(seeds[seed] for seed in sorted(seeds)) for arm, seeds in by_arm.items()}
 

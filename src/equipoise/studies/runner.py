@@ -75,7 +75,7 @@ def jobs_of(
         work: The folder of all runs.
         only: Arms to run; empty for all.
         seeds: Seeds to run; empty for all.
-        data: The folder of the datasets; `None` for that of the recipes.
+        data: The folder of the datasets; `None` for the folder in the recipes.
         other_jobs: Number of other jobs sharing the device.
         allow_code: Whether to import the Python code that the recipes name.
 

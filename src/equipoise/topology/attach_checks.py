@@ -113,7 +113,7 @@ def _check_wrapper(topology: Topology, model: nn.Module) -> None:
 
 
 def _check_sharding(topology: Topology) -> None:
-    """Refuse what `fully_shard` does not support."""
+    """Refuse algorithms and storages that `fully_shard` does not support."""
     sharded = [is_sharded(layer.parameter) for layer in topology.layers]
     if not any(sharded):
         return

@@ -20,7 +20,7 @@ class BSRNet(Algorithm):
 
     After every step the network is refilled to its global budget. Each missing connection picks a layer with
     probability proportional to its size and a uniform inactive index in it, and starts at 1e-12. Single
-    layers have no fixed budget, and momentum is not reset. The sign of an index is that of its initial weight. Signs
+    layers have no fixed budget, and momentum is not reset. A weight keeps the sign of its initial value. Signs
     take one byte for each weight. In packed storage they take one bit, and new connections start without momentum.
 
     Args:

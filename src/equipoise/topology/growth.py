@@ -53,7 +53,7 @@ class GrowthGradients:
             layer.record_growth(False)
 
     def take(self) -> None:
-        """Record what is in `.grad` of masked weights before it is masked, for loops without hooks."""
+        """Record `.grad` of masked weights before it is masked, for loops without hooks."""
         for layer in self._layers if self.recorded else ():
             if isinstance(layer, MaskedWeight) and layer.stepped.grad is not None:
                 layer.growth_recorder.add(layer.view(layer.stepped.grad), restart=True)
@@ -67,7 +67,7 @@ class GrowthGradients:
                 layer.growth = layer.growth + parts[id(layer.parameter)]
 
     def scale(self) -> Tensor | None:
-        """Norm of the recorded gradients at active weights over that of `.grad`, which was unscaled or clipped since.
+        """Norm of the recorded gradients at active weights, divided by the norm of `.grad`, unscaled or clipped since.
 
         It is 1 if `.grad` is not a multiple of what was recorded, such as after a correction.
         """
@@ -89,7 +89,7 @@ class GrowthGradients:
         return self._world.all_reduce(norm.square()).sqrt() if self._sharded else norm
 
     def local(self) -> list[Tensor]:
-        """What this process has recorded and must be averaged: one tensor for each weight, and which of them exist.
+        """The tensors to average over the processes: the recorded gradient of each weight, and which of them exist.
 
         Empty in a single process, if the next step needs none, and for sharded weights, whose gradients are means.
         """
@@ -101,14 +101,14 @@ class GrowthGradients:
         return [*found, known]
 
     def set(self, means: Sequence[Tensor]) -> None:
-        """Replace what was recorded by the means of `local` over the processes."""
+        """Replace the recorded gradients by the means of `local` over the processes."""
         *growth, fractions = means
         for layer, mean, fraction in zip(self._layers, growth, fractions.tolist(), strict=True):
             if fraction > 0:
                 layer.growth = mean
 
     def all_reduce(self) -> None:
-        """Average what was recorded over the processes."""
+        """Average the recorded gradients over the processes."""
         if found := self.local():
             self.set(self._world.all_reduce_mean(found))
 

@@ -1,4 +1,4 @@
-"""What some optimizers need when the topology changes, and steps that are skipped."""
+"""Adapt the state of some optimizers when the topology changes, and skip optimizer steps."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[SparseWeight]
 def _check_counts(algorithm: Algorithm, modules: Mapping[str, PackedLayer], model: nn.Module) -> None:
     """Refuse an algorithm whose final counts differ from those that the model was packed for."""
     if algorithm.distribution == "bsr":
-        return  # the table of densities is that of the dense model
+        return  # only the dense model has a table of densities
     wanted = algorithm.final_counts({name: module.weight_shape for name, module in modules.items()}, model)
     size = sum(module.shape.weight_numel for module in modules.values())
     packed = sum(module.final or 0 for module in modules.values())

@@ -52,7 +52,7 @@ class Pattern(ABC):
         groups, units, elements = self.extent(shape)
         return groups * elements * min(max(round(count / (groups * elements)), 1), units)
 
-    # Choosing units. A score has one number for each weight; that of a unit is the sum.
+    # Choosing units. A score has one number for each weight; the score of a unit is their sum.
 
     def largest(self, score: Tensor, count: int, shape: Sequence[int]) -> Tensor:
         """Flat indices of the units with the largest scores, the same number in every group.

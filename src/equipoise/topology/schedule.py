@@ -40,7 +40,7 @@ def interval(every: float, total: int) -> int:
 class Window:
     """The update steps of a training.
 
-    Steps count from 1. The last step of training is never an update, because weights that it grew would never be
+    Steps count from 1. The last step of training is never an update, because weights grown by it would never be
     trained.
 
     Args:

@@ -47,17 +47,17 @@ class Engine:
         """Count a step that has been taken."""
 
     def reset(self) -> None:
-        """Forget what was recorded: tensors have moved."""
+        """Discard all recordings, because tensors have moved."""
 
     def give_up(self, error: RuntimeError) -> str:
-        """Run everything as it is from now on; return why. Raises the error if that cannot be the cause."""
+        """Stop recording and return the reason; raise `error` if recording cannot be its cause."""
         raise error
 
 
 class CudaEngine(Engine):
     """Compiles functions and captures what they launch in CUDA graphs.
 
-    The first run of a key is an ordinary one: it compiles, tunes and allocates what must not happen while recording.
+    The first run of a key is an ordinary one: it compiles, tunes and allocates, which must not happen while recording.
     The second is recorded and replayed, and from then on it is replayed.
 
     Args:

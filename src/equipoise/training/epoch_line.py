@@ -39,7 +39,7 @@ def epoch_line(trainer: Trainer, scores: dict[str, Score]) -> dict[str, Any]:
 
 
 def _passes(trainer: Trainer) -> dict[str, int]:
-    """Passes over batches so far; those of attacks, each forward and backward to the images, are counted separately."""
+    """Passes over batches so far. A pass of an attack, forward and backward to the images, is counted separately."""
     recipe = trainer.recipe
     passes = {kind: count * recipe.loss_passes for kind, count in trainer.parts.correction.passes.items()}
     if recipe.objective.attack_passes:

@@ -45,7 +45,7 @@ class FlatActiveVector(ActiveVector):
 
 
 class FlatGradients(Gradients):
-    """Computes gradients into the flat vector of a model; one pass replaces those of the pass before.
+    """Computes gradients into the flat vector of a model; each pass overwrites them.
 
     Args:
         passes: Runs the model.

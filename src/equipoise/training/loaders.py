@@ -29,7 +29,7 @@ def training_loader(recipe: Recipe, part: Images | Folder, device: torch.device,
     }
     if isinstance(part, Folder):
         if recipe.as_published.needs_raw_images:
-            raise UserError("as_published needs images in memory, and those of a folder are not; remove it")
+            raise UserError("as_published needs images in memory, and image folders are read from disk; remove it")
         return FolderLoader(part, augment=ResizedCrop(), size=data.size, workers=data.workers, **common)
     return Loader(part, augment=data.augment, **common)
 

@@ -55,7 +55,7 @@ def measure_trainer(
 
     Args:
         trainer: The run.
-        batches: Number of batches, at most those of an epoch.
+        batches: Number of batches, at most the batches of an epoch.
         noise: Standard deviation of the noise that makes old weights from the current ones.
         old: Old weights by name, instead of noise.
         draws: How often the noise is drawn. The numbers are means over the draws.

@@ -43,7 +43,7 @@ class BatchRef(NamedTuple):
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """What distinguishes the work on batches of one size."""
+        """Key of the work on batches of one size: whether they are attacked, and whether they are raw."""
         return self.attacked, self.raw
 
 
@@ -81,7 +81,7 @@ class Passes:
         self._step = 0
         self.attacks = 0  # batches that have been attacked
         self.attacks_steps = recipe.objective.attack_passes > 0
-        # In adversarial training g̃ is by default that of the clean loss, as in the paper.
+        # In adversarial training g̃ is by default the gradient of the clean loss, as in the paper.
         self.full_pass_is_clean = self.attacks_steps and recipe.full_pass == "clean"
         self.full_pass_is_raw = recipe.as_published.raw_full_pass
         clean = Standard() if self.full_pass_is_clean else recipe.objective
@@ -104,7 +104,7 @@ class Passes:
         self._stream: tuple[tuple[int, int], Iterator[tuple[Tensor, Tensor]]] | None = None
 
     def _loss_of(self, objective: Objective, raw_gradient: float = 0.0) -> Callable[..., tuple[Tensor, Tensor]]:
-        """The loss of a batch, mixed with that of its raw images, which are its last tensor, if a fraction is given."""
+        """The loss of a batch; with a fraction, mixed with the loss of its raw images, which are its last tensor."""
 
         def loss(*batch: Tensor) -> tuple[Tensor, Tensor]:
             with autocast(self._recipe.precision, self._device):
@@ -120,14 +120,14 @@ class Passes:
         return mixed if raw_gradient else loss
 
     def begin_step(self, number: int) -> None:
-        """Tell the number of the coming step, which seeds its attacks."""
+        """Set the number of the next step, which seeds its attacks."""
         self._step = number
         self._ref = None
 
     # Batches
 
     def prepare(self, ref: BatchRef) -> int:
-        """Make a batch, attacked at the current weights if it is to be; return its number of images."""
+        """Make a batch, attack it at the current weights if `ref.attacked`, and return its number of images."""
         size = self._size(ref)
         if ref != self._ref:
             generator = self._attack_generator(ref) if ref.attacked else None
@@ -164,7 +164,7 @@ class Passes:
         return self._loader.order.size(ref.epoch, ref.batch)
 
     def kind(self, ref: BatchRef, size: int) -> tuple[bool, bool, int, int]:
-        """What decides the work of a pass, besides values on the device: attack, raw, images here, images of all."""
+        """Key of the work of a pass: attacked, raw, images of this process, images of all processes."""
         return *ref.kind, size, self._images_of_all(ref)
 
     def _attack_generator(self, ref: BatchRef) -> torch.Generator:
@@ -280,7 +280,7 @@ class Passes:
             loss = loss * (self._world.size * size / self._images_of_all(ref))
         return loss, logits
 
-    # What the last pass at the live weights has left
+    # Results of the last pass at the live weights
 
     def outcome(self, ref: BatchRef, size: int) -> tuple[Tensor, Tensor]:
         """Logits and labels of the last pass on a batch of this kind."""
@@ -294,7 +294,7 @@ class Passes:
 class RefreshBatches:
     """References to the batches of a refresh, which can be counted before they are run.
 
-    They are those of the steps `first`, `first + 1`, ..., in the next epoch if the current one has no more.
+    They are the batches of the steps `first`, `first + 1`, ..., in the next epoch if the current one has no more.
 
     Args:
         passes: Attacks the batches, at the weights that the model has when they are reached.
@@ -313,7 +313,7 @@ class RefreshBatches:
         attacked = self._passes.attacks_steps and not self._passes.full_pass_is_clean
         for i in range(self._count):
             epoch, batch = divmod(self._first + i, self._batches)
-            # Without an attack the reference is that of the step: replay compares them.
+            # Without an attack the reference equals the one of the step: replay compares them.
             ref = BatchRef(epoch, batch, attacked, ("refresh", i) if attacked else (), self._passes.full_pass_is_raw)
             if attacked:
                 self._passes.prepare(ref)

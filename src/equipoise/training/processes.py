@@ -16,7 +16,7 @@ from equipoise.errors import UserError
 from equipoise.objectives.norm_ball import SharedGenerator
 from equipoise.world import ALONE, World
 
-# Keys whose values differ between processes, in the state of a run and in that of its correction
+# Keys whose values differ between processes, in the states of a run and of its correction
 OWN = ("meter", "random")
 OWN_CORRECTION = ("mode", "loss_pairs")
 
@@ -99,7 +99,7 @@ def local_correction(state: Mapping[str, Any]) -> dict[str, Any]:
 def state_for_process(state: dict[str, Any], world: World) -> dict[str, Any]:
     """Return the part of a saved state from which this process continues.
 
-    If the number of processes is that of the saved run, each takes its own part and the run is bit-identical. If it
+    If the saved run had the same number of processes, each takes its own part and the run is bit-identical. If it
     differs, every process takes the mean of the parts, which leaves the mean over the processes unchanged, and the
     first process takes the sums of the meters.
 

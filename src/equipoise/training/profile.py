@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Profiler(Watcher):
     """Writes a trace of a few steps for chrome://tracing or Perfetto.
 
-    The steps are those between the first two calls of `step`, after compilation.
+    It covers the steps between the first two calls of `step`, after compilation.
 
     Args:
         path: The file to write.

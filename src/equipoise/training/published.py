@@ -1,4 +1,4 @@
-"""What the published code of AGENT does and the paper does not say; for comparisons with that code only."""
+"""Deviations of the published code of AGENT from the paper, for comparisons with that code only."""
 
 from __future__ import annotations
 

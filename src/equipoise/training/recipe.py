@@ -252,7 +252,7 @@ def places_of(option: str) -> list[str]:
 
 
 def _data(value: Any) -> tuple[DataOptions, dict[str, Any]]:
-    """Build the options that all datasets have, and check those of this one against its function."""
+    """Build the options that all datasets have, and check the other options against the function of this dataset."""
     name, options = split(value, "data")
     reader, common = DATASETS[name], parameters_of(DataOptions)
     if not takes_any_name(reader):

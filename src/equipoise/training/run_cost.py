@@ -20,7 +20,7 @@ def measure_cost(trainer: Trainer) -> dict[str, Any]:
         inference, training: FLOPs of one image, dense and sparse.
         run: FLOPs since the first step. The sparse ones are `None` if densities have changed during the run, because
             only the current ones are known.
-        passes: Passes over samples, with those of attacks and of dense gradients for growth.
+        passes: Passes over samples, including attacks and dense gradients for growth.
         seconds: Seconds of training.
         peak_memory: Of the GPU, in bytes; `None` on a CPU.
         parameters, active: Numbers of weights.

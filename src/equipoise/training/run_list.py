@@ -1,4 +1,4 @@
-"""What runs train, and a table of the runs in a folder."""
+"""One-line descriptions of runs, and a table of the runs in a folder."""
 
 from __future__ import annotations
 

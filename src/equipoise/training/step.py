@@ -92,11 +92,11 @@ class Step:
         self._update(ref, size)
 
     def _take(self, ref: BatchRef) -> None:
-        size = self._passes.prepare(ref)  # now: an attack is on the live weights, not on those of the snapshot
+        size = self._passes.prepare(ref)  # now: an attack uses the live weights, not the snapshot
         index = self._loader.index(ref.epoch, ref.batch) if self._correction.estimator.fixed_batches else None
         loss = self._correction.backward(self._passes.loss, ref, index=index)
         self._loss.copy_(loss)
-        if self._on_cpu:  # a GPU would have to be waited for: its losses are checked every few steps
+        if self._on_cpu:  # on a GPU this would wait for the device: losses are checked every few steps
             check_loss(loss, self._model, self._passes.images(ref, size), ref.epoch, ref.batch)
         if self._clip:
             gradient_of = self._passes.gradient_of

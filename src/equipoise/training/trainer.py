@@ -78,7 +78,7 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
         self.parts = make_parts(recipe, world, engine, self._count_startup)
         torch.manual_seed(derive(recipe.seed, "training", *([] if world.alone else [world.rank])))
-        self._random = RandomState(self.parts.device)  # draws of others before the run have no effect on it
+        self._random = RandomState(self.parts.device)  # earlier draws of the process have no effect on the run
 
     @property
     def step(self) -> int:
@@ -235,18 +235,18 @@ class Trainer:
             raise NonFiniteLoss(f"epoch {self.epoch + 1}: {error}") from None
 
     def _count_seconds(self, started: float) -> None:
-        """Count seconds of training: not of evaluation, of writing checkpoints, or of starting an engine up."""
+        """Count seconds of training, without evaluation, checkpoints and the start-up of an engine."""
         if not self._on_cpu:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - started
 
     def _count_startup(self, seconds: float) -> None:
-        """Count seconds that `_count_seconds` will count too."""
+        """Count seconds of start-up, and subtract them from `seconds`, to which `_count_seconds` will add them."""
         self.startup_seconds += seconds
         self.seconds -= seconds
 
     def _stop_is_requested(self) -> bool:
-        """Whether to stop now; all processes stop at the same step, where the mean of gradients has told them."""
+        """Whether to stop now; all processes stop at the same step, because the flag is averaged with the gradients."""
         if self.world.alone:
             return signals.requested()
         if signals.requested():
@@ -310,7 +310,7 @@ class Trainer:
             self.folder.store.save(self.step, state, best)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs; of several processes, the first has it all."""
+        """Everything that a resumed run needs. Of several processes, only the first returns the complete state."""
         return state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ class Trainer:
 
 
 def resume(folder: RunFolder, recipe: Recipe, watcher: Watcher | None = None, world: World = ALONE) -> Trainer:
-    """A trainer at the newest sound checkpoint of a folder."""
+    """Return a trainer at the newest valid checkpoint of a folder."""
     if world.leads:
         folder.claim()
     trainer = Trainer(recipe, folder if world.leads else None, watcher, world)

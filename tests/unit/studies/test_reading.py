@@ -32,7 +32,7 @@ def test_implausible_results_are_left_out(tmp_path: Path) -> None:
     assert [result.seed for result in reading.studies[0].results["SGD"]] == [0, 1]
     for text in (
         "seed2.json: left out: its last epoch is 6 of 9",
-        "seed3.json: left out: its recipe is not that of seed 0: model",
+        "seed3.json: left out: its recipe differs from that of seed 0: model",
         "seed4.json: left out: it has no finished epoch",
     ):
         assert any(text in line for line in reading.problems), text
@@ -59,7 +59,7 @@ def test_seeds_may_differ_in_storage_and_in_modes_of_the_same_estimate(tmp_path:
     reading = read_results(folder)
     assert [result.seed for result in reading.studies[0].results["AGENT"]] == [0, 1, 2]
     (problem,) = reading.problems
-    assert problem.endswith("agent-seed3.json: left out: its recipe is not that of seed 0: correction")
+    assert problem.endswith("agent-seed3.json: left out: its recipe differs from that of seed 0: correction")
 
 
 def test_a_study_is_read_as_it_was_written(tmp_path: Path) -> None:
