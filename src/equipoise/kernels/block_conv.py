@@ -36,6 +36,7 @@ def forward(x: Tensor, y: Tensor, values: Tensor, bias: Tensor | None, blocks: B
         int(within.max()),
         boundary.address(bias, blocks.shape.out_channels, "bias"),
         0,  # no ReLU
+        0,  # float32 maps
         library.threads(),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 6  # EQ_ABI in kernels.h
+ABI = 7  # EQ_ABI in kernels.h
 LANES = 16  # words of 4 bytes side by side: the numbers of 16 images in float32, of 32 in bf16
 CHUNK = 64  # of tokens, in linear.c
 
@@ -85,7 +85,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_offsets": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p],
     "eq_find_blocks": [c_int64, *[c_void_p] * 6],
     "eq_block_weights": [c_int64, c_int64, *[c_void_p] * 4, c_int32],
-    "eq_block_conv": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_int64, c_void_p, c_int32, c_int32],
+    "eq_block_conv": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_int64, c_void_p, c_int32, c_int32, c_int32],
     "eq_block_input_grad": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, c_int32],
     "eq_block_grad": [_MAP, _MAP, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32],
     "eq_weights": [c_int64, c_void_p, c_void_p, c_void_p],

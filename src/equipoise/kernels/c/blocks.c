@@ -184,7 +184,7 @@ static void block_job(const void *work, int part, int parts) {
 
 /* As eq_conv. `start` has the first tap of each group and position in the kernel. */
 void eq_block_conv(const map *x, const map *y, const int32_t *start, const int32_t *offset, const float *weights,
-                   int64_t kernel, int64_t reach, const float *bias, int relu, int threads) {
+                   int64_t kernel, int64_t reach, const float *bias, int relu, int half, int threads) {
     const int64_t width = eq_accumulators() > 8 ? 3 : 1;
     block_work a = {x, y, start, offset, weights, bias, kernel, width, reach, relu, streams(y)};
     eq_run(block_job, &a, threads);

@@ -7,7 +7,7 @@ void eq_flat_conv(const map *x, const map *y, const tap *taps, const int32_t *st
                   int threads);
 
 void eq_block_conv(const map *x, const map *y, const int32_t *start, const int32_t *offset, const float *weights,
-                   int64_t kernel, int64_t reach, const float *bias, int relu, int threads);
+                   int64_t kernel, int64_t reach, const float *bias, int relu, int half, int threads);
 void eq_flat_block_conv(const map *x, const map *y, const int32_t *start, const int32_t *offset, const float *weights,
                         int64_t kernel, const float *bias, int relu, int threads);
 
@@ -109,7 +109,8 @@ void eq_program(const step *steps, int64_t count, int threads) {
         if (a->kind == BLOCKS && a->lanes == 1)
             eq_flat_block_conv(&a->x, &a->y, a->start, a->offset, a->weights, a->blocks, a->shift, a->relu, threads);
         else if (a->kind == BLOCKS)
-            eq_block_conv(&a->x, &a->y, a->start, a->offset, a->weights, a->blocks, a->reach, a->shift, a->relu, threads);
+            eq_block_conv(&a->x, &a->y, a->start, a->offset, a->weights, a->blocks, a->reach, a->shift, a->relu, 0,
+                          threads);
         else if (a->kind != CONV)
             eq_run(planes_job, a, work < 20000 ? 1 : threads); /* waking threads takes one or two microseconds */
         else if (a->lanes == 1)
