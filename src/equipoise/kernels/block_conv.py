@@ -9,67 +9,76 @@ import torch
 from torch import Tensor
 
 from equipoise.kernels import boundary, library
-from equipoise.kernels.blocks import OUTPUTS, Blocks
-from equipoise.kernels.geometry import Border, Pair
+from equipoise.kernels.blocks import OUTPUTS, Blocks, Integers
+from equipoise.kernels.huge_pages import Floats
+from equipoise.kernels.library import Map
 from equipoise.kernels.planes import address
-
-CACHE_PERIOD = 64  # positions in 4 KiB, at which addresses share a set of the first-level cache
-
-
-def spread(size: Pair, border: Border) -> Border:
-    """Return the border of an input gradient of this size: a wider one if the same cache set held all channels."""
-    high, wide = (length + 2 * zeros for length, zeros in zip(size, border, strict=True))
-    return (border[0] + 1, border[1] + 1) if high * wide % CACHE_PERIOD == 0 else border
 
 
 def forward(x: Tensor, y: Tensor, values: Tensor, bias: Tensor | None, blocks: Blocks) -> None:
     """Write the convolution of `x`, which has a border for its padding, to `y`."""
-    within = blocks.tap_offsets(x.stride(2))
-    offsets, weights = blocks.offsets(x.stride(1), within), blocks.weights(values.detach().numpy())
+    source, offsets, reach = _describe_source(x, y, blocks)
+    weights = _weights(values, blocks)
     library.load().eq_block_conv(
-        byref(boundary.describe_source(x, y.shape, blocks.shape.stride, blocks.extent(x.stride(1), within))),
+        byref(source),
         byref(boundary.describe(y)),
         address(blocks.start),
         address(offsets),
         address(weights),
         blocks.kernel,
-        int(within.max()),
+        reach,
         boundary.address(bias, blocks.shape.out_channels, "bias"),
         0,  # no ReLU
-        0,  # float32 maps
+        boundary.is_half(x, y),
         library.threads(),
     )
 
 
 def input_grad(dy: Tensor, dx: Tensor, values: Tensor, blocks: Blocks) -> None:
     """Write the gradient of the input to `dx`. No border of `dy` is read."""
-    offsets = blocks.offsets(dx.stride(1), blocks.tap_offsets(dx.stride(2)))
-    weights = blocks.weights(values.detach().numpy())
+    weights = _weights(values, blocks)
     library.load().eq_block_input_grad(
         byref(boundary.describe(dy)),
         byref(boundary.describe(dx)),
         address(blocks.start),
-        address(offsets),
+        address(blocks.source),
         address(weights),
         blocks.kernel,
         address(blocks.reach),
         address(blocks.stride),
+        boundary.is_half(dy, dx),
         library.threads(),
     )
 
 
 def weight_grad(x: Tensor, dy: Tensor, dbias: Tensor | None, blocks: Blocks) -> Tensor:
     """Return the gradient of the active weights, and write that of the bias to `dbias`."""
-    within = blocks.tap_offsets(x.stride(2))
-    offsets, sums = blocks.offsets(x.stride(1), within), np.empty(blocks.count * OUTPUTS, np.float32)
+    source, offsets, _ = _describe_source(x, dy, blocks)
+    sums = np.empty(blocks.count * OUTPUTS, np.float32)
     library.load().eq_block_grad(
-        byref(boundary.describe_source(x, dy.shape, blocks.shape.stride, blocks.extent(x.stride(1), within))),
+        byref(source),
         byref(boundary.describe(dy)),
         address(blocks.start),
         address(offsets),
         blocks.kernel,
         address(sums),
         boundary.address(dbias, blocks.shape.out_channels, "gradient of the bias"),
+        boundary.is_half(x, dy),
         library.threads(),
     )
     return torch.from_numpy(blocks.values(sums))
+
+
+def _weights(values: Tensor, blocks: Blocks) -> Floats:
+    """Return the values in the order of the taps, after a check that the kernels can read them."""
+    checked = boundary.as_vector(values.detach(), blocks.count * OUTPUTS, "values")
+    assert checked is not None
+    return blocks.weights(checked.numpy())
+
+
+def _describe_source(x: Tensor, y: Tensor, blocks: Blocks) -> tuple[Map, Integers, int]:
+    """Describe the input of a convolution; return also the offset of each tap and the largest one within a plane."""
+    channel_step, row_step = boundary.plane_steps(x)
+    within = blocks.tap_offsets(row_step)
+    source = boundary.describe_source(x, y.shape, blocks.shape.stride, blocks.extent(channel_step, within))
+    return source, blocks.offsets(channel_step, within), int(within.max())

@@ -28,8 +28,8 @@ class Blocks:
 
     def __init__(self, shape: ConvShape, taps: tuple[Integers, Integers, Integers, Integers]) -> None:
         self.shape = shape
-        self.start, self._source, self._which, self._order = taps
-        self.count, self.kernel = len(self._source), math.prod(shape.kernel)
+        self.start, self.source, self._which, self._order = taps
+        self.count, self.kernel = len(self.source), math.prod(shape.kernel)
         rows, columns = (
             np.arange(k) * d - p for k, d, p in zip(shape.kernel, shape.dilation, shape.padding, strict=True)
         )
@@ -54,7 +54,7 @@ class Blocks:
     def offsets(self, channel_step: int, tap_offsets: NDArray[np.int64]) -> Integers:
         """Return the offset of each tap: its source channel times `channel_step`, plus its offset in the kernel."""
         self.extent(channel_step, tap_offsets)
-        return (self._source * np.int64(channel_step) + tap_offsets[self._which]).astype(np.int32)
+        return (self.source * np.int64(channel_step) + tap_offsets[self._which]).astype(np.int32)
 
     def weights(self, values: Floats) -> Floats:
         """Return the values in the order of the taps, 16 for each."""

@@ -86,8 +86,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_find_blocks": [c_int64, *[c_void_p] * 6],
     "eq_block_weights": [c_int64, c_int64, *[c_void_p] * 4, c_int32],
     "eq_block_conv": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_int64, c_void_p, c_int32, c_int32, c_int32],
-    "eq_block_input_grad": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, c_int32],
-    "eq_block_grad": [_MAP, _MAP, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32],
+    "eq_block_input_grad": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, c_int32, c_int32],
+    "eq_block_grad": [_MAP, _MAP, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_int32],
     "eq_weights": [c_int64, c_void_p, c_void_p, c_void_p],
     "eq_norm": [POINTER(Norm), c_int32],
     "eq_norm_grad": [POINTER(Norm), c_int32],
@@ -95,7 +95,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_layout": [_MAP, _MAP, c_int32, c_int32, c_int32],
 }
 # Functions that return whether they ran out of memory
-_ALLOCATING = {"eq_conv", "eq_conv_grad", "eq_linear", "eq_linear_grad", "eq_pattern"}
+_ALLOCATING = {"eq_conv", "eq_conv_grad", "eq_block_input_grad", "eq_linear", "eq_linear_grad", "eq_pattern"}
 _RESULTS = {"eq_find_blocks": c_int64}
 
 

@@ -51,8 +51,8 @@ def input_grad(dy: Tensor, values: Tensor, pattern: Pattern, size: torch.Size, b
     The forward kernel runs on the transposed pattern, once for each phase of the stride.
     """
     shape = pattern.shape
-    if pattern.blocks is not None and not boundary.is_half(dy):
-        dx = arena.take((size[0], size[1], size[2], size[3]), block_conv.spread((size[2], size[3]), border))
+    if pattern.blocks is not None:
+        dx = arena.take((size[0], size[1], size[2], size[3]), border, dy.dtype)
         block_conv.input_grad(arena.with_border(dy, NO_BORDER), dx, values, pattern.blocks)
         return dx
     dx = arena.take((size[0], size[1], size[2], size[3]), border, dy.dtype)
@@ -96,7 +96,7 @@ def weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[Te
     count, channels = pattern.index.numel(), pattern.shape.out_channels
     dvalues = torch.empty(count)
     dbias = torch.empty(channels) if bias else None
-    if pattern.blocks is not None and not boundary.is_half(x):
+    if pattern.blocks is not None:
         return block_conv.weight_grad(x, dy, dbias, pattern.blocks), dbias
     with pattern.lend() as taps:
         taps.set_steps(*boundary.plane_steps(x))
@@ -140,7 +140,7 @@ class _Conv(torch.autograd.Function):
         x = arena.with_border(x, shape.padding)
         y = arena.take((x.shape[0], shape.out_channels, *shape.output((x.shape[2], x.shape[3]))), border, x.dtype)
         vector = boundary.as_vector(bias, shape.out_channels, "bias")
-        if pattern.blocks is not None and not boundary.is_half(x):
+        if pattern.blocks is not None:
             block_conv.forward(x, y, values, vector, pattern.blocks)
         else:
             with pattern.lend() as taps:

@@ -49,11 +49,22 @@ def random_mask(shape: ConvShape, density: float) -> Tensor:
     return blocks.expand(-1, 16, *[-1] * 3).flatten(0, 1)
 
 
-@settings(max_examples=40)
-@given(case=convolutions(), images=st.integers(1, 40), border=borders, threads=st.sampled_from([1, 2, 5]),
-       density=st.sampled_from([0.05, 0.4, 1.0]), seed=st.integers(0, 999))  # fmt: skip
+def near(found: Tensor, exact: Tensor, tolerance: float, rounded: bool) -> None:
+    """Compare with a result in float64. One that was rounded to bf16 has a relative error of up to 2^-8."""
+    torch.testing.assert_close(found.double(), exact, rtol=1.01 * 2.0**-8 if rounded else 1e-4, atol=tolerance)
+
+
+@settings(max_examples=60)
+@given(case=convolutions(), images=st.integers(1, 70), border=borders, threads=st.sampled_from([1, 2, 5]),
+       density=st.sampled_from([0.05, 0.4, 1.0]), half=st.booleans(), seed=st.integers(0, 999))  # fmt: skip
 def test_convolution_and_gradients(
-    case: tuple[ConvShape, tuple[int, int]], images: int, border: Border, threads: int, density: float, seed: int
+    case: tuple[ConvShape, tuple[int, int]],
+    images: int,
+    border: Border,
+    threads: int,
+    density: float,
+    half: bool,
+    seed: int,
 ) -> None:
     shape, size = case
     torch.manual_seed(seed)
@@ -62,22 +73,50 @@ def test_convolution_and_gradients(
     pattern = Pattern(shape, index)
     assert pattern.blocks is not None
     assert pattern.blocks.count == len(index) // 16
-    exact = [torch.randn(*s, dtype=torch.float64).requires_grad_()
-             for s in ((images, shape.in_channels, *size), (len(index),), (shape.out_channels,))]  # fmt: skip
+    maps = torch.bfloat16 if half else torch.float32
+    exact = [torch.randn(s).to(dtype).double().requires_grad_()
+             for s, dtype in (((images, shape.in_channels, *size), maps), ((len(index),), torch.float32),
+                              ((shape.out_channels,), torch.float32))]  # fmt: skip
     mine = [tensor.detach().float().requires_grad_() for tensor in exact]
     weight = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, exact[1])
     expected = F.conv2d(exact[0], weight, exact[2], shape.stride, shape.padding, shape.dilation, shape.groups)
-    dy = torch.randn_like(expected)
+    dy = torch.randn(expected.shape).to(maps).double()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        y = from_blocked(operators.conv(to_blocked(mine[0], border), mine[1], mine[2], pattern, border))
+        blocked = operators.conv(to_blocked(mine[0], border, maps), mine[1], mine[2], pattern, border)
+        y = from_blocked(blocked)
         gradients = torch.autograd.grad(y, mine, dy.float())
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
-    for found, wanted in zip(gradients, torch.autograd.grad(expected, exact, dy), strict=True):
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
+    assert blocked.data.dtype is maps
+    near(y, expected, 1e-4, rounded=half)
+    wanted = torch.autograd.grad(expected, exact, dy)
+    near(gradients[0], wanted[0], 1e-3, rounded=half)
+    for found, sums in zip(gradients[1:], wanted[1:], strict=True):
+        near(found, sums, 1e-3, rounded=False)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_maps_that_are_written_past_the_caches(threads: int) -> None:
+    torch.manual_seed(0)
+    shape = ConvShape(64, 64, (3, 3), (1, 1), (1, 1))
+    mask = random_mask(shape, 0.1)
+    x = torch.randn(32, 64, 24, 24).to(torch.bfloat16).double().requires_grad_()
+    weight = torch.randn(mask.shape) * mask
+    expected = F.conv2d(x, weight.double(), None, 1, 1)
+    dy = torch.randn(expected.shape).to(torch.bfloat16).double()
+    mine = x.detach().float().requires_grad_()
+    pattern = Pattern(shape, mask.flatten().nonzero().flatten())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        y = from_blocked(operators.conv(to_blocked(mine, (1, 1), torch.bfloat16), weight[mask], None, pattern))
+        found = torch.autograd.grad(y, mine, dy.float())[0]
+    finally:
+        torch.set_num_threads(before)
+    near(y, expected, 1e-4, rounded=True)
+    near(found, torch.autograd.grad(expected, x, dy)[0], 1e-4, rounded=True)
 
 
 @given(outputs=st.integers(1, 40), inputs=st.integers(1, 3), groups=st.sampled_from([1, 2]), data=st.data())

@@ -3,12 +3,7 @@
  * The 16 outputs of a group have the same taps. A tap is an offset into the source map with 16 weights. A vector of
  * inputs, once loaded, serves several outputs, so that arithmetic and not loading sets the pace.
  */
-#include "kernels.h"
-
-#define GROUP 16 /* outputs */
-#define HALF 8
-#define MAX_WIDTH 6
-#define STRIP 32 /* positions whose gradients stay in the first-level cache */
+#include "block_tiles.h"
 
 /* Sorts active weights, given as ascending flat indices into (out, in / groups, taps), by group of outputs, position
  * in the kernel and input channel. `order` is the index of a tap among those of one output. Returns the number of
@@ -60,84 +55,60 @@ void eq_block_weights(int64_t groups, int64_t kernel, const int32_t *start, cons
     }
 }
 
-/* ---- forward ---- */
-
-typedef struct {
-    const map *x, *y;
-    const int32_t *start, *offset;
-    const float *weights, *bias;
-    int64_t kernel, width, reach; /* reach: largest offset of a tap within a plane */
-    int relu, stream;
-} block_work;
-
-/* R outputs at P positions of H vectors at a time: a vector of inputs is loaded once for R outputs. */
-INLINE void block_rows(const block_work *a, const float *const x[], float *const y[], const bits keep[], int64_t group,
-                       const int R, const int P, const int H, const int past) {
-    const int32_t *t0 = a->offset + a->start[group * a->kernel], *end = a->offset + a->start[(group + 1) * a->kernel];
-    for (int j = 0; j < GROUP; j += R) {
-        const int64_t row = group * GROUP + j;
-        const float *w = a->weights + a->start[group * a->kernel] * (int64_t)GROUP + j;
-        vec acc[4][MAX_WIDTH][2];
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            const vec b = splat(a->bias ? a->bias[row + r] : 0);
-#pragma GCC unroll 6
-            for (int p = 0; p < P; p++)
-#pragma GCC unroll 2
-                for (int i = 0; i < H; i++) acc[r][p][i] = b;
-        }
-        for (const int32_t *t = t0; t < end; t++, w += GROUP) {
-            vec v[MAX_WIDTH][2];
-#pragma GCC unroll 6
-            for (int p = 0; p < P; p++)
-#pragma GCC unroll 2
-                for (int i = 0; i < H; i++) v[p][i] = load(x[p] + *t + 8 * i);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-                const vec s = splat(w[r]);
-#pragma GCC unroll 6
-                for (int p = 0; p < P; p++)
-#pragma GCC unroll 2
-                    for (int i = 0; i < H; i++) acc[r][p][i] += s * v[p][i];
-            }
-        }
-        if (a->relu) {
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 6
-                for (int p = 0; p < P; p++)
-#pragma GCC unroll 2
-                    for (int i = 0; i < H; i++) acc[r][p][i] = relu(acc[r][p][i]);
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 6
-            for (int p = 0; p < P; p++)
-#pragma GCC unroll 2
-                for (int i = 0; i < H; i++) {
-                    float *to = y[p] + (row + r) * a->y->sc + 8 * i;
-                    if (H == 1)
-                        store(to, where(keep[p], acc[r][p][i]));
-                    else if (past)
-                        stream(to, acc[r][p][i]);
-                    else
-                        store(to, acc[r][p][i]);
-                }
-    }
-}
+/* ---- kernels in vectors of 32 bytes, and the choice among all ---- */
 
 CLONES static void block_tile(const block_work *a, const float *const x[], float *const y[], int count,
                               int64_t group) {
-#define CASE(P)                                             \
-    case P:                                                 \
-        if (a->stream)                                      \
-            block_rows(a, x, y, NULL, group, 4, P, 2, 1);   \
-        else                                                \
-            block_rows(a, x, y, NULL, group, 4, P, 2, 0);   \
+#define CASE(P)                                                \
+    case P:                                                    \
+        if (a->stream)                                         \
+            block_rows(a, x, y, NULL, group, 4, P, 2, 0, 1);   \
+        else                                                   \
+            block_rows(a, x, y, NULL, group, 4, P, 2, 0, 0);   \
         break;
     switch (count) { CASE(3) CASE(2) CASE(1) }
 #undef CASE
 }
+
+NARROW_CLONES static void half_block_tile(const block_work *a, const float *const x[], float *const y[], int count,
+                                          int64_t group) {
+    half_tile(a, x, y, group);
+}
+
+CLONES static void block_back(const back_work *a, float *dx, const float *const from[], const float *ahead,
+                              float *sums) {
+    if (eq_accumulators() > 8)
+        back_position(a, dx, from, ahead, sums, EIGHT, 0);
+    else
+        back_position(a, dx, from, ahead, sums, EIGHT / 2, 0);
+}
+
+NARROW_CLONES static void half_block_back(const back_work *a, float *dx, const float *const from[],
+                                          const float *ahead, float *sums) {
+    back_position(a, dx, from, ahead, sums, EIGHT / 2, 1);
+}
+
+CLONES static void block_grad(const block_grad_work *a, const strip *p, int64_t group, int64_t first, int64_t stop) {
+    any_grad(a, p, group, first, stop, eq_accumulators() > 8, 0);
+}
+
+NARROW_CLONES static void half_block_grad(const block_grad_work *a, const strip *p, int64_t group, int64_t first,
+                                          int64_t stop) {
+    any_grad(a, p, group, first, stop, 0, 1);
+}
+
+CLONES static void block_bias(const block_grad_work *a, const strip *p, int64_t row, int64_t end) {
+    any_bias(a, p, row, end, a->half);
+}
+
+static block_kernels kernels(int half) {
+    const int level = eq_level();
+    if (half && level) return level == 2 ? eq_blocks_bf16 : eq_blocks_wide;
+    if (half) return (block_kernels){half_block_tile, half_block_back, half_block_grad, block_bias};
+    return (block_kernels){block_tile, block_back, block_grad, block_bias};
+}
+
+/* ---- forward ---- */
 
 /* Hides the latency of memory: the last line that each source channel of the next tile needs. */
 INLINE void fetch(const block_work *a, const float *const x[], int count, int64_t from, int64_t end) {
@@ -168,6 +139,7 @@ static void block_job(const void *work, int part, int parts) {
         group = end * part / parts;
         end = end * (part + 1) / parts;
     }
+    const block_kernels run = kernels(a->half);
     const float *x[2][MAX_WIDTH];
     float *y[2][MAX_WIDTH];
     int count = set_positions(a, first, x[0], y[0]);
@@ -176,7 +148,7 @@ static void block_job(const void *work, int part, int parts) {
         const int then = i + 1 < stop ? set_positions(a, i + 1, x[!now], y[!now]) : 0;
         for (int64_t g = group; g < end; g++) {
             fetch(a, x[!now], then, a->x->c * (g - group) / (end - group), a->x->c * (g - group + 1) / (end - group));
-            block_tile(a, x[now], y[now], count, g);
+            run.tile(a, x[now], y[now], count, g);
         }
         count = then;
     }
@@ -185,8 +157,8 @@ static void block_job(const void *work, int part, int parts) {
 /* As eq_conv. `start` has the first tap of each group and position in the kernel. */
 void eq_block_conv(const map *x, const map *y, const int32_t *start, const int32_t *offset, const float *weights,
                    int64_t kernel, int64_t reach, const float *bias, int relu, int half, int threads) {
-    const int64_t width = eq_accumulators() > 8 ? 3 : 1;
-    block_work a = {x, y, start, offset, weights, bias, kernel, width, reach, relu, streams(y)};
+    const int64_t width = !half && eq_accumulators() > 8 ? 3 : 1;
+    block_work a = {x, y, start, offset, weights, bias, kernel, width, reach, relu, half, streams(y)};
     eq_run(block_job, &a, threads);
 }
 
@@ -195,7 +167,7 @@ void eq_block_conv(const map *x, const map *y, const int32_t *start, const int32
 CLONES static void flat_tile(const block_work *a, const float *const x[], float *const y[], const bits keep[],
                              int count, int64_t group) {
 #define CASE(P) \
-    case P: block_rows(a, x, y, keep, group, 4, P, 1, 0); break;
+    case P: block_rows(a, x, y, keep, group, 4, P, 1, 0, 0); break;
     switch (count) { CASE(6) CASE(5) CASE(4) CASE(3) CASE(2) CASE(1) }
 #undef CASE
 }
@@ -208,11 +180,11 @@ CLONES static void one_position(const block_work *a, const float *x, float *y, i
         const vec v = splat(x[a->offset[t]]);
         const float *w = a->weights + t * GROUP;
         acc[t & 1][0] += v * load(w);
-        acc[t & 1][1] += v * load(w + HALF);
+        acc[t & 1][1] += v * load(w + EIGHT);
     }
     for (int j = 0; j < GROUP; j++) {
         const int64_t row = group * GROUP + j;
-        const float found = acc[0][j / HALF][j % HALF] + acc[1][j / HALF][j % HALF] + (a->bias ? a->bias[row] : 0);
+        const float found = acc[0][j / EIGHT][j % EIGHT] + acc[1][j / EIGHT][j % EIGHT] + (a->bias ? a->bias[row] : 0);
         y[row * a->y->sc] = a->relu && found < 0 ? 0 : found;
     }
 }
@@ -244,186 +216,58 @@ static void flat_block_job(const void *work, int part, int parts) {
 void eq_flat_block_conv(const map *x, const map *y, const int32_t *start, const int32_t *offset, const float *weights,
                         int64_t kernel, const float *bias, int relu, int threads) {
     const int64_t width = eq_accumulators() > 8 ? 6 : 2;
-    block_work a = {x, y, start, offset, weights, bias, kernel, width, 0, relu, 0};
+    block_work a = {x, y, start, offset, weights, bias, kernel, width, 0, relu, 0, 0};
     eq_run(flat_block_job, &a, threads);
 }
 
 /* ---- input gradient ---- */
 
-typedef struct {
-    const map *dy, *dx;
-    const int32_t *start, *offset;
-    const float *weights;
-    const int64_t *reach; /* rows and columns from a position's first input to that of each position in the kernel */
-    int64_t kernel, stride[2], last; /* last: largest row of `reach` */
-} back_work;
-
-/* Adds the taps from `t` to `end` of R outputs at one position to the inputs that they read. */
-INLINE void add_taps(const back_work *a, float *dx, const vec g[][2], int64_t t, int64_t end, int j, const int R) {
-    const float *w = a->weights + t * GROUP + j;
-    for (; t < end; t++, w += GROUP) {
-        float *to = dx + a->offset[t];
-        vec sums[4] = {load(to), load(to + 8), splat(w[0]) * g[0][0], splat(w[0]) * g[0][1]}; /* short chains */
-#pragma GCC unroll 8
-        for (int r = 1; r < R; r++) {
-            const vec s = splat(w[r]);
-            sums[r % 2 ? 0 : 2] += s * g[r][0];
-            sums[r % 2 ? 1 : 3] += s * g[r][1];
-        }
-        store(to, sums[0] + sums[2]), store(to + 8, sums[1] + sums[3]);
-    }
+/* The output at which position k of the kernel reads row i and column j of the input, NULL if there is none. */
+static const float *output_at(const back_work *a, int64_t n, int64_t i, int64_t j, int64_t k) {
+    const int64_t h = i - a->reach[2 * k], w = j - a->reach[2 * k + 1];
+    if (h < 0 || w < 0 || h % a->stride[0] || w % a->stride[1]) return NULL;
+    if (h / a->stride[0] >= a->dy->h || w / a->stride[1] >= a->dy->w) return NULL;
+    return at(a->dy, n, 0, h / a->stride[0]) + w / a->stride[1] * a->dy->sw;
 }
 
-/* Position (h, w) of R outputs from `row`. Only inputs in the rows from `top` to `bottom` are changed. */
-INLINE void back_position(const back_work *a, int64_t n, int64_t h, int64_t w, int64_t row, int64_t top, int64_t bottom,
-                          int inside, const int R) {
-    const int32_t *start = a->start + row / GROUP * a->kernel;
-    const int j = row % GROUP;
-    const int64_t i = h * a->stride[0], k = w * a->stride[1];
-    float *dx = at(a->dx, n, 0, i) + k * LANES;
-    vec g[HALF][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-        const float *dy = at(a->dy, n, row + r, h) + w * a->dy->sw;
-        g[r][0] = load(dy), g[r][1] = load(dy + 8);
-    }
-    if (inside) {
-        add_taps(a, dx, g, start[0], start[a->kernel], j, R);
-        return;
-    }
-    for (int64_t tap = 0; tap < a->kernel; tap++) {
-        const int64_t at_row = i + a->reach[2 * tap], at_column = k + a->reach[2 * tap + 1];
-        if (at_row >= top && at_row < bottom && at_column >= 0 && at_column < a->dx->w)
-            add_taps(a, dx, g, start[tap], start[tap + 1], j, R);
-    }
-}
-
-CLONES static void back_row(const back_work *a, int64_t n, int64_t h, int64_t top, int64_t bottom) {
-    const int64_t *first = a->reach, *last = a->reach + 2 * (a->kernel - 1);
-    const int64_t i = h * a->stride[0];
-    const int rows_inside = i + first[0] >= top && i + last[0] < bottom, wide = eq_accumulators() > 8;
-    for (int64_t row = 0; row < a->dy->c; row += wide ? HALF : HALF / 2)
-        for (int64_t w = 0; w < a->dy->w; w++) {
-            const int64_t k = w * a->stride[1];
-            const int inside = rows_inside && k + first[1] >= 0 && k + last[1] < a->dx->w;
-            if (wide)
-                back_position(a, n, h, w, row, top, bottom, inside, HALF);
-            else
-                back_position(a, n, h, w, row, top, bottom, inside, HALF / 2);
-        }
-}
-
-/* Zeros rows up to `end` just before they are added to, while they stay in cache. */
-static int64_t zero_rows(const map *dx, int64_t n, int64_t row, int64_t end) {
-    for (; row < end; row++)
-        for (int64_t c = 0; c < dx->c; c++) memset(at(dx, n, c, row), 0, dx->w * LANES * sizeof(float));
-    return row;
-}
-
-/* A thread owns bands of rows of dx and adds all that reaches them. */
 static void back_job(const void *work, int part, int parts) {
     const back_work *a = work;
     const map *dx = a->dx;
-    const int64_t bands = dx->n % parts && dx->n < 8 * parts ? parts : 1, jobs = dx->n * bands;
-    for (int64_t job = jobs * part / parts; job < jobs * (part + 1) / parts; job++) {
-        const int64_t n = job / bands, band = job % bands;
-        const int64_t top = dx->h * band / bands, bottom = dx->h * (band + 1) / bands;
-        int64_t zeroed = top;
-        for (int64_t h = 0; h < a->dy->h; h++) {
-            const int64_t low = h * a->stride[0] + a->reach[0], high = h * a->stride[0] + a->last + 1;
-            if (high <= top || low >= bottom) continue;
-            zeroed = zero_rows(dx, n, zeroed, high < bottom ? high : bottom);
-            back_row(a, n, h, top, bottom);
-        }
-        zero_rows(dx, n, zeroed, bottom);
+    const block_kernels run = kernels(a->half);
+    const int64_t positions = dx->n * dx->h * dx->w;
+    const float **from = a->from + part * a->kernel;
+    float *sums = a->sums + part * dx->c * 2 * LANES;
+    for (int64_t p = positions * part / parts; p < positions * (part + 1) / parts; p++) {
+        const int64_t n = p / dx->w / dx->h, i = p / dx->w % dx->h, j = p % dx->w;
+        for (int64_t k = 0; k < a->kernel; k++) from[k] = output_at(a, n, i, j, k);
+        run.back(a, at(dx, n, 0, i) + j * dx->sw, from, output_at(a, n, i, j + a->stride[1], 0), sums);
     }
 }
 
-void eq_block_input_grad(const map *dy, const map *dx, const int32_t *start, const int32_t *offset,
-                         const float *weights, int64_t kernel, const int64_t *reach, const int64_t *stride,
-                         int threads) {
-    back_work a = {dy, dx, start, offset, weights, reach, kernel, {stride[0], stride[1]}, reach[2 * kernel - 2]};
+/* `source` is the input channel of each tap, `reach` the rows and columns from the first input that a position reads
+ * to that of each position in the kernel. */
+int eq_block_input_grad(const map *dy, const map *dx, const int32_t *start, const int32_t *source,
+                        const float *weights, int64_t kernel, const int64_t *reach, const int64_t *stride, int half,
+                        int threads) {
+    const int64_t parts = threads > 1 ? threads : 1, room = parts * dx->c * 2 * LANES * sizeof(float);
+    char *scratch = eq_scratch(room + parts * kernel * sizeof(float *));
+    if (!scratch) return 1;
+    int64_t columns = 1;
+    while (columns < kernel && reach[2 * columns] == reach[0]) columns++;
+    back_work a = {dy, dx, start, source, weights, reach, kernel, columns, {stride[0], stride[1]},
+                   (float *)scratch, (const float **)(scratch + room), half, streams(dx)};
     eq_run(back_job, &a, threads);
+    free(scratch);
+    return 0;
 }
 
 /* ---- weight gradient ---- */
 
-/* Positions in a row, and the rows of a strip. */
-typedef struct {
-    const float *x[STRIP], *dy[STRIP];
-    int64_t rows, length, x_step, dy_step;
-} strip;
-
-typedef struct {
-    map x, dy;
-    const int32_t *start, *offset;
-    int64_t kernel;
-    float *sums, *dbias; /* sums: 16 for each tap */
-} grad_work;
-
-/* sums[s][r] += <dy of output r, x at tap s> over a strip, for S taps and 8 outputs. */
-INLINE void strip_taps(const strip *p, const int32_t *offset, int64_t row_step, int64_t row, float *sums, const int S) {
-    vec acc[3][HALF];
-#pragma GCC unroll 4
-    for (int s = 0; s < S; s++)
-#pragma GCC unroll 8
-        for (int r = 0; r < HALF; r++) acc[s][r] = splat(0);
-    for (int64_t i = 0; i < p->rows; i++) {
-        const float *x = p->x[i], *dy = p->dy[i] + row * row_step;
-        for (int64_t w = 0; w < p->length; w++, x += p->x_step, dy += p->dy_step)
-            for (int half = 0; half < LANES; half += 8) {
-                vec v[3];
-#pragma GCC unroll 4
-                for (int s = 0; s < S; s++) v[s] = load(x + offset[s] + half);
-#pragma GCC unroll 8
-                for (int r = 0; r < HALF; r++) {
-                    const vec g = load(dy + r * row_step + half);
-#pragma GCC unroll 4
-                    for (int s = 0; s < S; s++) acc[s][r] += g * v[s];
-                }
-            }
-    }
-#pragma GCC unroll 4
-    for (int s = 0; s < S; s++) {
-        vec *v = acc[s];
-        transpose8(v);
-        float *to = sums + s * GROUP;
-        store(to, load(to) + (((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]))));
-    }
-}
-
-CLONES static void strip_grad(const grad_work *a, const strip *p, int64_t group, int64_t first, int64_t stop) {
-    const int wide = eq_accumulators() > 8;
-    for (int64_t t = first; t < stop;) {
-        const int64_t left = wide ? stop - t : 1;
-        for (int j = 0; j < GROUP; j += HALF) {
-            float *sums = a->sums + t * GROUP + j;
-            const int64_t row = group * GROUP + j, step = a->dy.sc;
-            switch (left) {
-            case 1: strip_taps(p, a->offset + t, step, row, sums, 1); break;
-            case 2: strip_taps(p, a->offset + t, step, row, sums, 2); break;
-            default: strip_taps(p, a->offset + t, step, row, sums, 3);
-            }
-        }
-        t += left < 3 ? left : 3;
-    }
-}
-
-CLONES static void strip_bias(const grad_work *a, const strip *p, int64_t row, int64_t end) {
-    for (; row < end; row++) {
-        vec s = splat(0);
-        for (int64_t i = 0; i < p->rows; i++) {
-            const float *dy = p->dy[i] + row * a->dy.sc;
-            for (int64_t w = 0; w < p->length; w++, dy += p->dy_step) s += load(dy) + load(dy + 8);
-        }
-        a->dbias[row] += sum(s);
-    }
-}
-
 /* A thread has an equal share of all taps. */
 static void block_grad_job(const void *work, int part, int parts) {
-    const grad_work *a = work;
+    const block_grad_work *a = work;
     const map *x = &a->x, *dy = &a->dy;
+    const block_kernels run = kernels(a->half);
     const int64_t groups = dy->c / GROUP, taps = a->start[groups * a->kernel];
     const int64_t first = taps * part / parts, stop = taps * (part + 1) / parts, lines = dy->n * dy->h;
     strip p = {.length = dy->w, .x_step = x->sw, .dy_step = dy->sw};
@@ -435,16 +279,16 @@ static void block_grad_job(const void *work, int part, int parts) {
         }
         for (int64_t g = 0; g < groups; g++) {
             const int64_t from = a->start[g * a->kernel], to = a->start[(g + 1) * a->kernel];
-            strip_grad(a, &p, g, from > first ? from : first, to < stop ? to : stop);
+            run.grad(a, &p, g, from > first ? from : first, to < stop ? to : stop);
         }
-        if (a->dbias) strip_bias(a, &p, dy->c * part / parts, dy->c * (part + 1) / parts);
+        if (a->dbias) run.bias(a, &p, dy->c * part / parts, dy->c * (part + 1) / parts);
     }
 }
 
 /* Sums of 16 weights per tap, and of the bias. */
 void eq_block_grad(const map *x, const map *dy, const int32_t *start, const int32_t *offset, int64_t kernel,
-                   float *sums, float *dbias, int threads) {
-    grad_work a = {*x, *dy, start, offset, kernel, sums, dbias};
+                   float *sums, float *dbias, int half, int threads) {
+    block_grad_work a = {*x, *dy, start, offset, kernel, sums, dbias, half};
     if (dy->h == 1 && dy->w == 1) { /* a row of images instead of rows of one position */
         a.x.w = a.dy.w = dy->n, a.x.n = a.dy.n = 1;
         a.x.sw = x->sn, a.dy.sw = dy->sn;

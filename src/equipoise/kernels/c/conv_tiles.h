@@ -5,7 +5,6 @@
 
 #define MAX_TILE 8
 #define DOT_TILE 16 /* of neighbours in memory; for dot products, which need one register for each position */
-typedef float sum8 __attribute__((vector_size(32), aligned(4), may_alias));
 
 /* Source and destination pointers of up to DOT_TILE consecutive positions. */
 typedef struct {
@@ -156,16 +155,10 @@ INLINE void conv_any_tile(const conv_work *a, const tile *t, const tile *next, i
         conv_tile_of(a, t, next, count, row, end, NULL, 0, 0);
 }
 
-/* Sums of eight lanes are kept: those of a wide vector are folded. */
 #if VECTOR_BYTES == 32
-INLINE sum8 eight(vec v) { return v; }
 #define FIRST_SUM(kept) kept
 #define ADD_SUM(kept, found) kept = found
 #else
-INLINE sum8 eight(vec v) {
-    const union { vec v; sum8 halves[2]; } u = {v};
-    return u.halves[0] + u.halves[1];
-}
 #define FIRST_SUM(kept) splat(0)
 #define ADD_SUM(kept, found) kept += eight(found)
 #endif

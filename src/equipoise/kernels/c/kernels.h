@@ -114,15 +114,26 @@ INLINE void put(float *p, const vec v[2], const int half, const int past) {
         store(p, w);
 }
 
+/* Sums of eight lanes are kept: those of a wide vector are folded. */
+typedef float sum8 __attribute__((vector_size(32), aligned(4), may_alias));
 #if VECTOR_BYTES == 32
+INLINE sum8 eight(vec v) { return v; }
+#else
+INLINE sum8 eight(vec v) {
+    const union { vec v; sum8 halves[2]; } u = {v};
+    return u.halves[0] + u.halves[1];
+}
+#endif
+
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (bits){__VA_ARGS__})
+typedef int32_t order8 __attribute__((vector_size(32)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (order8){__VA_ARGS__})
 #endif
 
-INLINE void transpose8(vec v[8]) {
-    vec a[8], b[8];
+INLINE void transpose8(sum8 v[8]) {
+    sum8 a[8], b[8];
 #pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
         a[i] = SHUFFLE(v[i], v[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
@@ -142,7 +153,6 @@ INLINE void transpose8(vec v[8]) {
         v[i + 4] = SHUFFLE(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
     }
 }
-#endif
 
 /* Whether a map is large enough for writes past the caches, and aligned to cache lines. */
 INLINE int streams(const map *m) {
