@@ -4,7 +4,8 @@
     python bench/patterns_cpu.py --chart          # docs/patterns.svg from committed results
 
 Measured are a training step, inference of 128 images and of one, with the counts and patterns of the study `patterns`
-and random masks; with `--erk`, with ERK counts in all layers as in `bench/cpu.py`, which n:m cannot have.
+and random masks; with `--erk`, with ERK counts in all layers as in `bench/cpu.py`, which n:m cannot have. Inference is
+that of frozen models. Every arm is measured with float32 and with bf16 activations.
 
 All rivals take turns in one process; a number is the median of repeats. Speed-ups are over the faster of dense float32
 in NCHW and channels_last. On a shared machine, `OMP_NUM_THREADS=1 ... --cpu-time` counts the time of this process
@@ -18,6 +19,7 @@ import copy
 import json
 import platform
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +27,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cpu import Clock, Work, inference, milliseconds, training_step
+from cpu import Work, inference, training_step
+from equipoise.deploy.benchmark import interleaved
+from equipoise.deploy.frozen import freeze
 from equipoise.display.figures import COLOURS
 from equipoise.errors import UserError
 from equipoise.models.vgg import vgg_c
@@ -38,7 +42,9 @@ from equipoise.topology.packing import pack
 ROOT = Path(__file__).parents[1]
 SPEEDS, RESULTS, CHART = (ROOT / name for name in ("bench/results/patterns-cpu.json", "results", "docs/patterns.svg"))
 N_TO_M = {0.5: "2:4", 0.75: "1:4", 0.9: "3:32", 0.95: "3:64", 0.99: "1:64"}
+LAYOUTS = ("nchw", "channels_last")  # of the dense model
 PATTERNS = ("unstructured", "n:m", "16x1", "fan-in")
+FORMS: dict[str, dict[str, Any]] = {"": {}, " bf16": {"precision": "bf16"}}  # suffixes of arms, options of `pack`
 Speeds = dict[str, Any]
 
 
@@ -47,28 +53,30 @@ def arm(pattern: str, sparsity: float) -> str:
     return N_TO_M[sparsity] if pattern == "n:m" else f"{pattern} {100 * sparsity:g} %"
 
 
-def packed(model: nn.Module, pattern: str, sparsity: float, erk: bool) -> nn.Module:
+def packed(model: nn.Module, pattern: str, sparsity: float, erk: bool, form: str) -> nn.Module:
     if pattern == "n:m":
         n, m = map(int, N_TO_M[sparsity].split(":"))
         options: dict[str, Any] = {"sparsity": 1 - n / m, "pattern": N_TO_M[sparsity]}
     else:
         names = {"unstructured": "", "16x1": "16x1", "fan-in": "fan_in"}
         options = {"sparsity": sparsity, "pattern": names[pattern], "distribution": "erk" if erk else "er"}
-    return pack(model, Static(dense_first=not erk, dense_last=not erk, **options))
+    return pack(model, Static(dense_first=not erk, dense_last=not erk, **options), **FORMS[form])
 
 
-def rivals(sparsities: list[float], x: Tensor, erk: bool) -> dict[str, tuple[nn.Module, Tensor]]:
+def rivals(sparsities: list[float], patterns: list[str], x: Tensor, erk: bool) -> dict[str, tuple[nn.Module, Tensor]]:
     model = vgg_c()
     last = cast(Any, copy.deepcopy(model)).to(memory_format=torch.channels_last)
-    found = {"nchw": (model, x), "channels_last": (last, x.to(memory_format=torch.channels_last))}
-    patterns = [p for p in PATTERNS if not (erk and p == "n:m")]
-    return found | {arm(p, s): (packed(model, p, s, erk), x) for s in sparsities for p in patterns}
+    found = dict(zip(LAYOUTS, ((model, x), (last, x.to(memory_format=torch.channels_last))), strict=True))
+    for sparsity, pattern, form in product(sparsities, patterns, FORMS):
+        found[arm(pattern, sparsity) + form] = packed(model, pattern, sparsity, erk, form), x
+    return found
 
 
-def measure(sparsities: list[float], repeats: int, clock: Clock, erk: bool) -> Speeds:
+def measure(sparsities: list[float], repeats: int, clock: Callable[[], float], erk: bool) -> Speeds:
     """Milliseconds and speed-ups of every arm, in training and inference."""
-    x, y = torch.rand(128, 3, 32, 32), torch.randint(10, (128,))
-    models = rivals(sparsities, x, erk)
+    x = torch.rand(128, 3, 32, 32)
+    patterns = [p for p in PATTERNS if not (erk and p == "n:m")]
+    models = rivals(sparsities, patterns, x, erk)
     speeds: Speeds = {
         "clock": clock.__name__,
         "threads": torch.get_num_threads(),
@@ -76,19 +84,21 @@ def measure(sparsities: list[float], repeats: int, clock: Clock, erk: bool) -> S
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    fast = {name: (net if name in LAYOUTS else freeze(net), data) for name, (net, data) in models.items()}
     tasks: dict[str, dict[str, Work]] = {
-        "train": {name: training_step(net, data, y) for name, (net, data) in models.items()},
-        "infer": {name: inference(net, data) for name, (net, data) in models.items()},
-        "infer 1": {name: inference(net, data[:1].contiguous()) for name, (net, data) in models.items()},
+        "train": {name: training_step(net, data) for name, (net, data) in models.items()},
+        "infer": {name: inference(net, data) for name, (net, data) in fast.items()},
+        "infer 1": {name: inference(net, data[:1].contiguous()) for name, (net, data) in fast.items()},
     }
     for task, work in tasks.items():
-        times = milliseconds(work, repeats * (10 if task == "infer 1" else 1), clock)
-        dense = min(times["nchw"], times["channels_last"])
+        seconds = interleaved(work, repeats * (10 if task == "infer 1" else 1), clock)
+        times = {name: round(1e3 * s, 3) for name, s in seconds.items()}
+        dense = min(times[name] for name in LAYOUTS)
         print(f"{task}: dense {dense:.1f} ms")
-        for sparsity in sparsities:
-            names = [name for p in PATTERNS if (name := arm(p, sparsity)) in times]
+        for sparsity, form in product(sparsities, FORMS):
+            names = [arm(p, sparsity) + form for p in patterns]
+            ratio = times[arm("unstructured", sparsity) + form] / times[arm("16x1", sparsity) + form]
             cells = [f"{name} {dense / times[name]:.2f} x" for name in names]
-            ratio = times[arm("unstructured", sparsity)] / times[arm("16x1", sparsity)]
             print(f"  {', '.join(cells)}; unstructured / 16x1 {ratio:.2f}", flush=True)
         speeds[task] = {"milliseconds": times, "speedup": {name: dense / ms for name, ms in times.items()}}
     return speeds
