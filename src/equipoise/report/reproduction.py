@@ -35,9 +35,9 @@ HEAD = """# Reproduction
 
 Written by `equipoise study --reproduction FILE` from the files under `results/`; do not edit it by hand.
 """
-WORDS = f"""An effect is the difference between the means of two arms over all of their runs, with a 95 % confidence interval
-(Welch). A positive difference of accuracies or correlations agrees with the claim; other differences are given in words
-(lower, fewer). The verdicts are:
+WORDS = f"""An effect is the difference between the means of two arms over all of their runs, with a 95 % confidence
+interval (Welch). A positive difference of accuracies or correlations agrees with the claim; other differences are
+given in words (lower, fewer). The verdicts are:
 
 - *supported*: the difference has the claimed sign and its interval excludes zero;
 - *contradicted*: it has the other sign and its interval excludes zero;
@@ -46,26 +46,28 @@ WORDS = f"""An effect is the difference between the means of two arms over all o
 - *inconclusive*: none of these, or fewer than {FEWEST} runs of an arm.
 
 "Final accuracy" is the one claim that equal arms support, because the paper says that AGENT maintains *or* improves the
-accuracy: it is supported if a one-sided test (p < 0.05) excludes a loss of 0.5 points. This is no evidence of a gain.
+accuracy: it is supported if a one-sided test (p < 0.05) excludes a loss of 0.5 points. This is no evidence of a
+gain.
 
-Each claim is judged in its main setting, the first one below with {FEWEST} runs of both arms. Controls are comparisons that
-the paper does not make; a control is never the main setting.
+Each claim is judged in its main setting, the first one below with {FEWEST} runs of both arms. Controls are comparisons
+that the paper does not make; a control is never the main setting.
 """
 METRICS = """Accuracy is the mean over five epochs: of the weights as trained ("plain"), and with recalibrated BatchNorm
 statistics. An accuracy is reached when the median of five epochs reaches it. All committed runs of an arm are used."""
-WATERFALL = """The path from our baseline, with the learning rate of BSR-Net's own code, to AGENT as published has four steps,
-and each changes one thing. Which learning rate the paper's baseline had is not known. In the published code only AGENT
+WATERFALL = """The path from our baseline, with the learning rate of BSR-Net's own code, to AGENT as published has
+four steps, and each changes one thing. Which learning rate the paper's baseline had is not known. In the published
+code only AGENT
 makes a full pass over the training images before it is scored, so only AGENT is scored with fresh BatchNorm statistics.
 """
 LIMITS = """- Data: AVIF compression of quality 95 changed every image but the digits; absolute accuracies may differ.
 - Precision: our runs on a GPU train in bf16, the paper in float32.
-- Robust accuracy: the committed runs of the study `at` attacked the first 1,000 test images; new runs attack all of them.
+- Robust accuracy: the committed runs of the study `at` attacked the first 1,000 test images; new runs attack all.
 - Schedules: most studies train for fewer epochs than the paper; their sections in the appendix say how many."""
 NOT_RUN = """
 ## Appendix: not run
 
-`equipoise study NAME` runs a study. The columns count what is missing. Seconds are estimates for one H200, from committed
-runs of the same model and objective, with or without correction; `?` if there is no such run.
+`equipoise study NAME` runs a study. The columns count what is missing. Seconds are estimates for one H200, from
+committed runs of the same model and objective, with or without correction; `?` if there is no such run.
 """
 CALIBRATION = (
     ("table1-standard", "BSR-Net 99 %"),
