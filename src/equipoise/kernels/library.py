@@ -11,7 +11,7 @@ from typing import Any
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 6  # EQ_ABI in kernels.h
+ABI = 7  # EQ_ABI in kernels.h
 LANES = 16  # words of 4 bytes side by side: the numbers of 16 images in float32, of 32 in bf16
 CHUNK = 64  # of tokens, in linear.c
 
@@ -80,7 +80,16 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_conv": [_MAP, _MAP, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32, c_int32],
     "eq_conv_grad": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32],
     "eq_linear": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int64, c_void_p, c_int32],
-    "eq_linear_grad": [c_void_p, c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, c_int32],
+    "eq_linear_grad": [
+        *[c_void_p] * 2,
+        *[c_int64] * 3,
+        *[c_void_p] * 3,
+        c_int64,
+        *[c_void_p] * 4,
+        c_int64,
+        c_void_p,
+        c_int32,
+    ],
     "eq_pattern": [c_int64, *[c_void_p] * 7],
     "eq_offsets": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p],
     "eq_find_blocks": [c_int64, *[c_void_p] * 6],
