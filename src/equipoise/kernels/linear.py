@@ -106,7 +106,7 @@ def _grad(x: Tensor, dy: Tensor, values: Tensor | None, index: Tensor) -> tuple[
     with pattern.lend() as taps, nullcontext() if values is None else pattern.lend(True) as back:
         taps.set_steps(CHUNK, 0)
         into_dx: tuple[int | None, ...] = (None, None, 0, None)
-        if back is not None:
+        if values is not None and back is not None:
             back.load(values, CHUNK, 0)
             at = boundary.address(dx, tokens * features, "gradient of the input")
             into_dx = (back.address, back.sorted.start_at(), back.sorted.blocks, at)
