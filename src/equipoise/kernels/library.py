@@ -72,6 +72,7 @@ class Step(ctypes.Structure):
         ("window", c_int32 * 8),  # kernel, stride, padding, dilation
         ("mean", c_int32),
         ("count_padding", c_int32),
+        ("half", c_int32),
     ]
 
 
@@ -104,7 +105,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_layout": [_MAP, _MAP, c_int32, c_int32, c_int32],
 }
 # Functions that return whether they ran out of memory
-_ALLOCATING = {"eq_conv", "eq_conv_grad", "eq_linear", "eq_linear_grad", "eq_pattern"}
+_ALLOCATING = {"eq_conv", "eq_conv_grad", "eq_linear", "eq_linear_grad", "eq_pattern", "eq_program"}
 _RESULTS = {"eq_find_blocks": c_int64}
 
 

@@ -127,20 +127,14 @@ class KernelSteps:
         """
         return Buffers(self._steps, self._sizes, x, y)
 
-    def buffer(self, shape: tuple[int, int, int], border: Border = NO_BORDER) -> Planes:
-        """Return planes of this shape inside zeros, with rows long enough for whole vectors."""
+    def buffer(self, shape: tuple[int, int, int], border: Border = NO_BORDER, pitch: int = 0) -> Planes:
+        """Return planes of this shape inside zeros, whose rows are at least `pitch` columns apart."""
         (channels, height, width), (rows, columns) = shape, border
-        pitch = width + 2 * columns
-        if self.lanes == 1:
-            pitch = max(pitch, -(-width // COLUMNS) * COLUMNS + columns)
+        pitch = max(pitch, width + 2 * columns)
         plane = (height + 2 * rows) * pitch
         size = (self.blocks * channels * plane + 2 * pitch) * self.lanes + 64
         steps = (self.lanes * channels * plane, self.lanes * plane, self.lanes * pitch, self.lanes)
         return self._planes(size, self.lanes * (rows * pitch + columns), shape, steps, border)
-
-    def _vector(self, count: int) -> Planes:
-        """`count` channels side by side: planes of one value need no room for whole vectors."""
-        return self._planes(self.blocks * count + 64, 0, (count, 1, 1), (count, 1, 1, 1))
 
     def _planes(
         self,
@@ -191,6 +185,10 @@ class KernelSteps:
                 f"a residual must have the shape of the input it is added to, {x.size} per image, not {residual.size}"
             )
         keep = [vector(numbers, channels, "norm") for numbers in (scale, shift)]
+        if self.lanes == 1:  # vectors run along rows
+            x.described(beyond=2 * COLUMNS)
+            if residual is not None:
+                residual.described(beyond=COLUMNS)
         self._add(PLANE, x, y, residual, keep, relu=relu, pool=pool, scale=address(keep[0]), shift=address(keep[1]))
         return y
 
@@ -234,7 +232,7 @@ class KernelSteps:
         """Add a copy that turns channels, rows and columns into channels."""
         channels, height, width = x.size
         count = channels * height * width
-        y = self.buffer((count, 1, 1)) if self.lanes > 1 else self._vector(count)
+        y = self.buffer((count, 1, 1))
         steps = (self.lanes * count, self.lanes * height * width, self.lanes * width, self.lanes)
         self._add(COPY, x, y.view(x.shape, steps))
         return y
@@ -261,20 +259,21 @@ class KernelSteps:
             border: Zeros to put around the result.
         """
         shape.check_channels(x.size[0])
-        x = self._bordered(x, shape.padding)
-        size = shape.output((x.size[1], x.size[2]))
-        y = self.buffer((shape.out_channels, *size), border)
-        stride = shape.stride
+        size, stride, pitch = shape.output((x.size[1], x.size[2])), shape.stride, 0
+        if self.lanes == 1:  # the kernel wants rows of the same length in x and y
+            pitch = size[1] + 2 * border[1]
+        x = self._bordered(x, shape.padding, pitch if stride == (1, 1) else 0)
         if self.lanes == 1 and stride != (1, 1):
-            x, offsets = self._phases(x, shape, size)
+            x, offsets = self._phases(x, shape, size, pitch)
             stride = (1, 1)
         else:
             offsets = _tap_offsets(shape, x.steps[2], x.steps[3])
+        y = self.buffer((shape.out_channels, *size), border, x.steps[2] if self.lanes == 1 and size[0] > 1 else 0)
         low, high = int(offsets.min()), int(offsets.max())
         last = max(0, shape.in_channels - 1) * x.steps[1] + high
         if last >= 2**31 or low < -(2**31):
             raise UserError("the activation of one block of images is too large for the kernels (2^31 values)")
-        maps = (x.described_source(y, stride, (low, last)), y.described(whole_vectors=self.lanes == 1))
+        maps = (x.described_source(y, stride, (low, last)), y.described())
         bias = vector(bias, shape.out_channels, "bias")
         index = checked_index(shape, index)
         found = find(shape, index)
@@ -304,19 +303,20 @@ class KernelSteps:
         )
         return y
 
-    def _bordered(self, x: Planes, border: Border) -> Planes:
-        if x.border[0] >= border[0] and x.border[1] >= border[1]:
+    def _bordered(self, x: Planes, border: Border, pitch: int) -> Planes:
+        """Return `x`, or a copy, inside these zeros and with rows that are at least `pitch` columns apart."""
+        if x.border[0] >= border[0] and x.border[1] >= border[1] and x.steps[2] >= pitch * x.lanes:
             return x
-        y = self.buffer(x.size, border)
+        y = self.buffer(x.size, border, pitch)
         self._add(COPY, x, y)
         return y
 
-    def _phases(self, x: Planes, shape: ConvShape, size: Pair) -> tuple[Planes, NDArray[np.int64]]:
+    def _phases(self, x: Planes, shape: ConvShape, size: Pair, pitch: int) -> tuple[Planes, NDArray[np.int64]]:
         """Split the input of a strided convolution by rows and columns modulo the stride: each part has stride 1."""
         (sh, sw), (ph, pw), (dh, dw), (kh, kw) = shape.stride, shape.padding, shape.dilation, shape.kernel
         channels, height, width = x.size
         rows, columns = size[0] + dh * (kh - 1) // sh, size[1] + dw * (kw - 1) // sw
-        split = self.buffer((sh * sw * channels, rows, columns))
+        split = self.buffer((sh * sw * channels, rows, columns), pitch=pitch)
         sn, sc, sr, _ = x.steps
         for phase in range(sh * sw):
             i, j = divmod(phase, sw)

@@ -59,6 +59,14 @@ typedef struct {
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
+/* Writes the first `count` words only, if that is fewer than a vector has. */
+INLINE void store_some(float *p, vec v, int64_t count) {
+    if (count >= WORDS) {
+        store(p, v);
+        return;
+    }
+    for (int i = 0; i < count; i++) p[i] = v[i];
+}
 /* Writes past the caches: the lines of a large map would be read only to be overwritten. */
 INLINE void stream(float *p, vec v) {
 #if VECTOR_BYTES == 64
@@ -153,6 +161,9 @@ INLINE int streams(const map *m) {
 INLINE float *at(const map *m, int64_t n, int64_t c, int64_t h) {
     return m->data + n * m->sn + c * m->sc + h * m->sh;
 }
+
+/* Positions from the first to the last one of a plane whose columns are neighbours, with the border between its rows. */
+INLINE int64_t flat_positions(const map *m) { return m->h && m->w ? (m->h - 1) * m->sh + m->w : 0; }
 
 /* Does part number `part` of `parts` parts of the work. */
 typedef void (*job)(const void *work, int part, int parts);
