@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from ctypes import Array, byref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,24 +35,25 @@ class Buffers:
         sizes: Floats of each buffer.
         x: Planes of the input.
         y: Planes of the output.
+        half: Whether the planes are bf16.
     """
 
-    def __init__(self, steps: list[_Added], sizes: list[int], x: Planes, y: Planes) -> None:
+    def __init__(self, steps: list[_Added], sizes: list[int], x: Planes, y: Planes, half: bool) -> None:
         slab = Slab()
         self._memory = [slab.take(size) for size in sizes]
         self._steps = self._with_addresses(steps)
         self._added = steps  # owns the weights that the steps point to
         self._maps = {planes: self._addressed(planes.described(), planes) for planes in (x, y)}
-        self._x, self._y = x, y
+        self._x, self._y, self._half = x, y, half
 
     def compute(self, images: Floats, threads: int) -> Floats:
-        """Return the outputs (images, channels, height, width) of at most `blocks * lanes` inputs.
+        """Return the outputs (images, channels, height, width) of inputs, as many as the blocks hold at most.
 
         Raises:
             UserError: If the images are not float32 or do not fit the input.
         """
         x, y, count = self._x, self._y, len(images)
-        if images.dtype != np.float32 or images.shape[1:] != x.size or count > x.shape[0] * x.lanes:
+        if images.dtype != np.float32 or images.shape[1:] != x.size or count > x.shape[0] * x.lanes << self._half:
             raise UserError(f"images of {images.dtype} {list(images.shape)} do not fit {list(x.size)}")
         out = np.empty((count, *y.size), np.float32)
         if count:
@@ -71,8 +72,8 @@ class Buffers:
             images = images.copy()
         plain = Map(images.ctypes.data, *images.shape, *(step // FLOAT for step in images.strides))
         blocked = Map.from_buffer_copy(self._maps[planes])
-        blocked.n = -(-len(images) // LANES)
-        library.load().eq_layout(byref(plain), byref(blocked), to_planes, False, threads)
+        blocked.n = -(-len(images) // (LANES << self._half))
+        library.load().eq_layout(byref(plain), byref(blocked), to_planes, self._half, threads)
 
     def _addressed(self, described: Map, planes: Planes) -> Map:
         """Turn the index of a description into an address."""
@@ -105,11 +106,12 @@ class KernelSteps:
 
     Args:
         blocks: Blocks of images that run together.
-        lanes: Images in a block: 16 side by side, or 1, which runs plane by plane.
+        lanes: Words of an image or two in a block: 16 side by side, or 1, which runs plane by plane.
+        half: Whether the words are pairs of bf16 numbers, so that a block has 32 images; with 16 lanes only.
     """
 
-    def __init__(self, blocks: int, lanes: int) -> None:
-        self.blocks, self.lanes = blocks, lanes
+    def __init__(self, blocks: int, lanes: int, half: bool = False) -> None:
+        self.blocks, self.lanes, self.half = blocks, lanes, half
         self._steps: list[_Added] = []
         self._sizes: list[int] = []
 
@@ -125,7 +127,7 @@ class KernelSteps:
             x: The input.
             y: The output.
         """
-        return Buffers(self._steps, self._sizes, x, y)
+        return Buffers(self._steps, self._sizes, x, y, self.half)
 
     def buffer(self, shape: tuple[int, int, int], border: Border = NO_BORDER, pitch: int = 0) -> Planes:
         """Return planes of this shape inside zeros, whose rows are at least `pitch` columns apart."""
@@ -161,7 +163,7 @@ class KernelSteps:
         described, written = maps or (x.described(), y.described())
         if residual is not None:
             fields["residual"] = residual.described()
-        step = Step(x=described, y=written, kind=kind, lanes=self.lanes, **fields)
+        step = Step(x=described, y=written, kind=kind, lanes=self.lanes, half=self.half, **fields)
         self._steps.append(_Added(step, x, y, residual, keep or []))
 
     def plane(
@@ -276,7 +278,7 @@ class KernelSteps:
         maps = (x.described_source(y, stride, (low, last)), y.described())
         bias = vector(bias, shape.out_channels, "bias")
         index = checked_index(shape, index)
-        found = find(shape, index)
+        found = None if self.half else find(shape, index)  # the kernel of blocks has no bf16 form here
         if found is not None:
             kind, kernel = BLOCKS, found.kernel
             arrays = {
@@ -388,12 +390,34 @@ def sorted_taps(
     return taps, start
 
 
+class Batch(NamedTuple):
+    """How the images of a batch run through a program."""
+
+    lanes: int
+    half: bool
+    together: int  # images of one run, at most
+
+    def blocks(self, images: int) -> int:
+        """Return the blocks of a program for `images`, a power of two, so that batches of all sizes share few."""
+        return 1 << max(-(-images // (self.lanes << self.half)) - 1, 0).bit_length()
+
+
+def plan(images: int, shape: tuple[int, ...], half: bool, most: int = MOST_BLOCKS) -> Batch:
+    """Return how a batch runs.
+
+    Args:
+        images: Images in the batch.
+        shape: Shape of one image.
+        half: Whether activations may be bf16. They are in batches of more than 16 images: fewer would fill half a
+            block, and take longer than in float32.
+        most: Largest number of blocks of 16 images for which there is memory.
+    """
+    if images < FEW or most < 1:
+        return Batch(1, False, 1)
+    return Batch(LANES, half and images > LANES, LANES * min(most_blocks(shape), 1 << (most.bit_length() - 1)))
+
+
 def most_blocks(shape: tuple[int, ...]) -> int:
-    """Return the blocks of images of a shape that run together; a power of two."""
+    """Return the blocks of 16 images of a shape that run together; a power of two."""
     room = POSITIONS // (LANES * max(1, math.prod(shape[1:])))
     return 1 << (min(max(room, 1), MOST_BLOCKS).bit_length() - 1)
-
-
-def round_up(count: int) -> int:
-    """Round up to a power of two, so that batches of all sizes share few programs."""
-    return 1 << max(count - 1, 0).bit_length()
