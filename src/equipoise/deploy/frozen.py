@@ -120,15 +120,16 @@ class Stretch:
         # No lock, which a forked child could wait for in vain: single operations of an OrderedDict are atomic.
         self._programs: OrderedDict[tuple[int, ...], Program] = OrderedDict()
         called = [model.get_submodule(str(node.target)) for node in inside if node.op == "call_module"]
-        self._tensors = [tensors for module in called for tensors in (module._parameters, module._buffers)]
+        owned = [tensors for module in called for tensors in (module._parameters, module._buffers)]
+        self._tensors = [tensors for tensors in owned if tensors]
         self._weights = self._present_weights()
 
     def has_present_weights(self) -> bool:
         """Whether the weights are still those that the programs copied."""
         return self._weights == self._present_weights()
 
-    def _present_weights(self) -> list[tuple[int, int]]:
-        return boundary.versions(t for tensors in self._tensors for t in tensors.values() if t is not None)
+    def _present_weights(self) -> list[int]:
+        return boundary.versions([t for tensors in self._tensors for t in tensors.values() if t is not None])
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, given: Tensor) -> Any:

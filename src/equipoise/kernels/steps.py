@@ -45,6 +45,7 @@ class Buffers:
         self._added = steps  # owns the weights that the steps point to
         self._maps = {planes: self._addressed(planes.described(), planes) for planes in (x, y)}
         self._x, self._y, self._half = x, y, half
+        self._inside = {planes: planes.array(self._memory[planes.buffer])[..., 0] for planes in (x, y)}
 
     def compute(self, images: Floats, threads: int) -> Floats:
         """Return the outputs (images, channels, height, width) of inputs, as many as the blocks hold at most.
@@ -64,7 +65,7 @@ class Buffers:
 
     def _copy(self, images: Floats, planes: Planes, threads: int, to_planes: bool) -> None:
         if planes.lanes == 1:
-            inside = planes.array(self._memory[planes.buffer])[: len(images), ..., 0]
+            inside = self._inside[planes][: len(images)]
             target, source = (inside, images) if to_planes else (images, inside)
             target[...] = source
             return

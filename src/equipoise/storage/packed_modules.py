@@ -30,7 +30,7 @@ ATTRIBUTES = (
 )  # fmt: skip
 
 
-Versions = list[tuple[int, int]] | None
+Versions = list[int] | None
 
 
 def _versions(*tensors: Tensor) -> Versions:
