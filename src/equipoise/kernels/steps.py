@@ -24,6 +24,7 @@ FEW = 8  # fewer images run faster plane by plane than side by side
 # seldom, but every step has a separate buffer: no more than those of 128 small images.
 POSITIONS = 128 * 32 * 32
 MOST_BLOCKS = 8
+CACHED = 2**14  # floats of the planes of one image that need not be divided into blocks to stay in cache
 TAP = np.dtype([("weight", np.float32), ("offset", np.int32)])
 
 
@@ -288,7 +289,8 @@ class KernelSteps:
                 "weights": found.weights(values),
             }
         else:
-            taps, start = sorted_taps(shape, index, values, x.steps[1], offsets, one_block=self.lanes == 1)
+            cached = self.lanes == 1 and x.size[0] * x.steps[1] <= CACHED  # all planes, without division
+            taps, start = sorted_taps(shape, index, values, x.steps[1], offsets, one_block=cached)
             kind, kernel = CONV, (len(start) - 1) // max(1, shape.out_channels)
             arrays = {"taps": taps, "start": start}
         fields: dict[str, Any] = {name: address(array) for name, array in arrays.items()}

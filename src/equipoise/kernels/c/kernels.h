@@ -59,14 +59,6 @@ typedef struct {
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
-/* Writes the first `count` words only, if that is fewer than a vector has. */
-INLINE void store_some(float *p, vec v, int64_t count) {
-    if (count >= WORDS) {
-        store(p, v);
-        return;
-    }
-    for (int i = 0; i < count; i++) p[i] = v[i];
-}
 /* Writes past the caches: the lines of a large map would be read only to be overwritten. */
 INLINE void stream(float *p, vec v) {
 #if VECTOR_BYTES == 64
@@ -82,6 +74,21 @@ INLINE void stream(float *p, vec v) {
 }
 /* One broadcast; of a list of floats GCC 12 inserts the elements one by one. */
 INLINE vec splat(float a) { return (vec)(((union { float number; int32_t bits; }){a}).bits - (bits){0}); }
+/* Reads the first `count` words only, if that is fewer than a vector has. */
+INLINE vec load_some(const float *p, int64_t count) {
+    if (count >= WORDS) return load(p);
+    vec v = splat(0);
+    for (int i = 0; i < count; i++) v[i] = p[i];
+    return v;
+}
+/* Writes the first `count` words only, if that is fewer than a vector has. */
+INLINE void store_some(float *p, vec v, int64_t count) {
+    if (count >= WORDS) {
+        store(p, v);
+        return;
+    }
+    for (int i = 0; i < count; i++) p[i] = v[i];
+}
 INLINE vec where(bits mask, vec v) { return (vec)(mask & (bits)v); }
 /* relu and larger pass NaN on, as torch does: a diverged run must not look healthy. */
 INLINE vec relu(vec v) { return where(~(v < splat(0)), v); }

@@ -3,8 +3,8 @@
 
 int eq_conv(const map *x, const map *y, const tap *taps, const int32_t *start, int64_t blocks, int64_t reach,
              const float *bias, int relu, int half, int threads);
-void eq_flat_conv(const map *x, const map *y, const tap *taps, const int32_t *start, const float *bias, int relu,
-                  int threads);
+void eq_flat_conv(const map *x, const map *y, const tap *taps, const int32_t *start, int64_t blocks, const float *bias,
+                  int relu, int threads);
 
 void eq_block_conv(const map *x, const map *y, const int32_t *start, const int32_t *offset, const float *weights,
                    int64_t kernel, int64_t reach, const float *bias, int relu, int threads);
@@ -142,7 +142,7 @@ int eq_program(const step *steps, int64_t count, int threads) {
         else if (a->kind != CONV)
             eq_run(planes_job, a, work < 20000 ? 1 : threads); /* waking threads takes one or two microseconds */
         else if (a->lanes == 1)
-            eq_flat_conv(&a->x, &a->y, a->taps, a->start, a->shift, a->relu, threads);
+            eq_flat_conv(&a->x, &a->y, a->taps, a->start, a->blocks, a->shift, a->relu, threads);
         else
             failed |= eq_conv(&a->x, &a->y, a->taps, a->start, a->blocks, a->reach, a->shift, a->relu, a->half, threads);
     }
