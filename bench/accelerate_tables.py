@@ -171,14 +171,21 @@ def startup() -> str:
 
 
 def cpu() -> str:
-    """Wall time on two cores."""
+    """Time and accuracy on CPU cores; arms that were stopped after some steps have the time of a step only."""
+    found = read(FILES / "cpu_accuracy.jsonl")
+    arms: dict[tuple[str, int, bool], list[Line]] = {}
+    for line in found:
+        arms.setdefault((line["arm"], line["threads"], line["accuracy"] is not None), []).append(line)
     body = []
-    found = [line for line in read(FILES / "cpu_accuracy.jsonl") if line["accuracy"] is not None]
-    for arm in dict.fromkeys(line["arm"] for line in found):
-        mine = [line for line in found if line["arm"] == arm]
-        minutes = [statistics.mean(line[key] / 60 for line in mine) for key in ("seconds", "process")]
-        body.append([arm, spread([100 * line["accuracy"] for line in mine]), *(f"{m:.1f}" for m in minutes)])
-    return rows(["arm", "accuracy, %", "minutes of steps", "of the process"], body) if body else "Not measured."
+    for (arm, threads, finished), mine in arms.items():
+        step = statistics.mean(line["processor_seconds"] / line["steps"] for line in mine)
+        cells = [arm, str(threads), spread([100 * line["accuracy"] for line in mine]) if finished else "not scored"]
+        cells += [str(len(mine)), f"{1e3 * step:.0f}"]
+        for key in ("processor_seconds", "seconds", "process"):
+            cells.append(f"{statistics.mean(line[key] / 60 for line in mine):.1f}" if finished else "")
+        body.append(cells)
+    head = ["arm, epochs", "cores", "accuracy, %", "runs", "processor ms a step", "processor minutes"]
+    return rows([*head, "minutes of steps", "of the process"], body) if body else "Not measured."
 
 
 # The page

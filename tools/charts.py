@@ -3,9 +3,11 @@
     python tools/charts.py [--out docs]
 
 - time-to-accuracy.png: final accuracy over training time. On a GPU from the study `time-to-accuracy`, with the seconds
-  of an epoch from bench/results/startup.jsonl for runs that shared their device; on two CPU cores from
-  bench/results/cpu_accuracy.jsonl.
+  of an epoch from bench/results/startup.jsonl for runs that shared their device; on CPU cores from
+  bench/results/cpu_accuracy.jsonl of bench/cpu_accuracy.py, in processor time if other programs shared the cores.
 - epochs-to-accuracy.png: final accuracy over epochs, from the study `time-to-accuracy`.
+- patterns.png: final accuracy over speed-up on a CPU, from the study `patterns` and bench/results/patterns-cpu.json of
+  bench/patterns_cpu.py.
 - deploy.png: size, latency and throughput of an exported model, from bench/results/deploy.json of bench/deploy.py.
 
 A panel or a chart without data is left out. Each file holds a digest of its data, by which tools/check_figures.py
@@ -38,7 +40,8 @@ SHORT = {
     OURS: "ours",
     **{name: name.split(" as in")[0] for name in (*FAMILIES.values(), *KINDS.values()) if name != OURS},
 }
-UNITS = {"one H200": "s", "two CPU cores": "min"}
+GPU = "one H200"
+CORES = {1: "one CPU core", 2: "two CPU cores"}
 LOOKS = {OURS: (COLOURS[0], "o"), FAMILIES["SET-ITOP published"]: (COLOURS[1], "s")}
 LOOKS |= {"dense": (COLOURS[6], "D"), KINDS["float32"]: (COLOURS[6], "D"), KINDS["bf16"]: (COLOURS[5], "^")}
 
@@ -70,7 +73,8 @@ def point(times: Sequence[float], accuracies: Sequence[float]) -> Point:
 
 def time_to_accuracy() -> dict[str, Panel] | None:
     """Return the points of both panels; `None` if neither has a run of ours."""
-    panels = {"one H200": gpu_points(), "two CPU cores": cpu_points()}
+    name, points = cpu_points()
+    panels = {GPU: gpu_points(), name: points}
     shown = {name: panel for name, panel in panels.items() if OURS in panel}
     return shown or None
 
@@ -99,18 +103,22 @@ def seconds_of(results: Sequence[Result]) -> list[float]:
     return [seconds for result in results if (seconds := result.epochs[-1].seconds) is not None]
 
 
-def cpu_points() -> Panel:
-    """Return the arms of bench/cpu_accuracy.py, in minutes."""
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for line in read_lines("cpu_accuracy.jsonl"):
-        if line["accuracy"] is not None:
-            runs.setdefault(line["arm"], []).append(line)
+def cpu_points() -> tuple[str, Panel]:
+    """Return what the panel of bench/cpu_accuracy.py is called, and the recipes that were trained to the end."""
+    lines = [line for line in read_lines("cpu_accuracy.jsonl") if line["accuracy"] is not None]
+    threads = max((line.get("threads", 2) for line in lines), default=2)
+    lines = [line for line in lines if line.get("threads", 2) == threads]
+    shared = any(line.get("load_after", 0) > threads + 0.5 for line in lines)
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in lines:
+        if arm := re.fullmatch(r"(\w+),? (\d+)", line["arm"]):  # without overrides of the recipe
+            runs.setdefault((arm[1], arm[2]), []).append(line)
     found: Panel = {}
-    for arm, lines in runs.items():
-        minutes = [line["seconds"] / 60 for line in lines]
-        family = KINDS[arm.split(",")[0]]
-        found.setdefault(family, []).append(point(minutes, [line["accuracy"] for line in lines]))
-    return {family: sorted(points) for family, points in found.items()}
+    for (kind, _), same in runs.items():
+        minutes = [(line["processor_seconds"] / threads if shared else line["seconds"]) / 60 for line in same]
+        found.setdefault(KINDS[kind], []).append(point(minutes, [line["accuracy"] for line in same]))
+    name = CORES.get(threads, f"{threads} CPU cores") + ", processor time" * shared
+    return name, {family: sorted(points) for family, points in found.items()}
 
 
 def fastest(panel: Panel, unit: str) -> str:
@@ -132,8 +140,9 @@ def draw_time_to_accuracy(panels: dict[str, Panel], path: Path, digest: str) -> 
                 colour, marker = LOOKS[family]
                 time, mean, std = zip(*points, strict=True)
                 axis.errorbar(time, mean, std, label=family, color=colour, marker=marker, ms=8, lw=2, capsize=4)
-            axis.set_title(f"{place}:\n{fastest(panel, UNITS[place])}")
-            axis.set_xlabel(f"training steps on {place}, {UNITS[place]} (without start-up)")
+            unit = "s" if place == GPU else "min"
+            axis.set_title(f"{place}:\n{fastest(panel, unit)}")
+            axis.set_xlabel(f"{'seconds' if place == GPU else 'minutes'} of training steps, without start-up")
             axis.set_xlim(left=0)
             axis.legend()
 
@@ -173,6 +182,69 @@ def draw_epochs_to_accuracy(panel: Panel, path: Path, digest: str) -> None:
         axis.set_xlabel("epochs of training")
         axis.set_xlim(left=0)
         axis.legend()
+
+
+# Structured sparsity
+
+PATTERNS: dict[str, tuple[str, str, tuple[int, int], str]] = {  # label, marker, and where the names of points stand
+    "unstructured": ("single weights", "o", (4, 12), "left"),
+    "n:m": ("n:m, one density in all layers", "s", (5, -12), "left"),
+    "16x1": ("blocks of 16x1", "D", (-8, -9), "right"),
+    "fan-in": ("constant fan-in", "^", (-9, -6), "right"),
+}
+TASKS = {"train": "training step", "infer": "inference of 128 images"}
+
+
+def patterns() -> dict[str, Any] | None:
+    """Return the accuracy of dense training, and speed-up, accuracy and arm by task and pattern."""
+    folder, speeds = ROOT / "results" / "patterns", BENCH / "patterns-cpu.json"
+    if not folder.is_dir() or not speeds.exists():
+        return None
+    timed = json.loads(speeds.read_text())
+    arms = {arm: runs for arm, runs in read_results(folder).studies[0].results.items() if runs}
+    scores = {arm: point([0.0], [run.test["plain"] for run in runs]) for arm, runs in arms.items()}
+    found: dict[str, dict[str, list[tuple[float, float, float, str]]]] = {task: {} for task in TASKS}
+    for task, arm in ((task, arm) for task in TASKS for arm in scores if arm in timed[task]["speedup"]):
+        pattern = "n:m" if re.fullmatch(r"\d+:\d+", arm) else arm.split()[0]
+        speed, score = timed[task]["speedup"][arm], scores[arm]
+        found[task].setdefault(pattern, []).append((speed, score.mean, score.std, arm))
+    return {"dense": scores["dense"], "tasks": found} if found["train"] and "dense" in scores else None
+
+
+def quickest(dense: Point, arms: dict[str, list[tuple[float, float, float, str]]]) -> str:
+    """Say what the fastest arm costs, and what single weights do at its sparsity or the highest one of theirs."""
+    speed, mean, _, name = max(arm for points in arms.values() for arm in points)
+    told = f"{name} trains {speed:.1f} times as fast as dense and ends {dense.mean - mean:.1f} points below it"
+    if "unstructured" not in arms or name.startswith("unstructured"):
+        return told
+    speed, mean, _, name = max(arms["unstructured"])
+    sparsity = name.removeprefix("unstructured ")
+    return f"{told};\nsingle weights at {sparsity}: {speed:.1f} times as fast, {dense.mean - mean:.1f} points below"
+
+
+def draw_patterns(data: dict[str, Any], path: Path, digest: str) -> None:
+    dense = Point(*data["dense"])
+    with drawing(path, quickest(dense, data["tasks"]["train"]), 2, size=(14, 6.4), source=digest) as axes:
+        for axis, (task, arms) in zip(axes, data["tasks"].items(), strict=True):
+            axis.axhline(dense.mean, color=COLOURS[6], lw=1.5, ls="--", label="dense")
+            for (pattern, points), colour in zip(arms.items(), COLOURS, strict=False):
+                speed, mean, std, names = zip(*sorted(points), strict=True)
+                label, marker, offset, side = PATTERNS[pattern]
+                bars = axis.errorbar(
+                    speed, mean, std, color=colour, marker=marker, ms=8, lw=2, label=label, capsize=3
+                )
+                for bar in bars[2]:
+                    bar.set_alpha(0.35)
+                for x, y, name in zip(speed, mean, names, strict=True):
+                    text = name.removeprefix(pattern).strip()
+                    if text in ("50 %", "75 %"):  # these would cover each other
+                        continue
+                    where = {"xytext": offset, "textcoords": "offset points", "ha": side, "va": "center"}
+                    axis.annotate(text, (x, y), fontsize=10, color=colour, **where)
+            axis.set_title(f"{TASKS[task]}: test accuracy in %")
+            axis.set_xlabel("times as fast as dense float32, one CPU thread")
+            axis.margins(x=0.1)
+        axes[0].legend(loc="upper right", bbox_to_anchor=(1, 0.79))
 
 
 # Exported models
@@ -233,6 +305,7 @@ def draw_deploy(entries: list[dict[str, Any]], path: Path, digest: str) -> None:
 CHARTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Path, str], None]]] = {
     "time-to-accuracy.png": (time_to_accuracy, draw_time_to_accuracy),
     "epochs-to-accuracy.png": (epochs_to_accuracy, draw_epochs_to_accuracy),
+    "patterns.png": (patterns, draw_patterns),
     "deploy.png": (deploy, draw_deploy),
 }
 

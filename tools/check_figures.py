@@ -21,11 +21,11 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from charts import stale_charts
+from charts import cpu_points, stale_charts
 from equipoise.report.reproduction import write_page
 from equipoise.studies.compare import spread_of
 from equipoise.studies.reading import read_results
@@ -129,17 +129,48 @@ def runs(name: str, *arms: str) -> str:
     return " and ".join(str(len(study(name).results.get(arm, ()))) for arm in arms)
 
 
+PATTERNS = {"unstructured": "single weights", "n:m": "n:m", "16x1": "`16x1`", "fan-in": "`fan_in`"}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
 @figure
 def storage_table() -> str:
     """Accuracy by epoch of the study `storage`."""
     columns = [(0, "plain"), (0, "ema"), (1, "plain"), (1, "ema"), (2, "plain"), (2, "bn_recalibrated"), (2, "ema")]
-    head = "| storage, seed | epoch 1: plain | ema | epoch 2: plain | ema | epoch 3: plain | bn_recalibrated | ema |"
-    lines = ["", head, f"|{' --- |' * (len(columns) + 1)}"]
-    for arm in ("masked", "packed"):
-        for result in study("storage").results[arm]:
-            cells = [f"{100 * result.epochs[epoch].scores[score]:.2f}" for epoch, score in columns]
-            lines.append(f"| {arm}, {result.seed} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    head = [
+        "storage, seed",
+        "epoch 1: plain",
+        "ema",
+        "epoch 2: plain",
+        "ema",
+        "epoch 3: plain",
+        "bn_recalibrated",
+        "ema",
+    ]
+    rows = [
+        [f"{arm}, {run.seed}", *(f"{100 * run.epochs[epoch].scores[score]:.2f}" for epoch, score in columns)]
+        for arm in ("masked", "packed")
+        for run in study("storage").results[arm]
+    ]
+    return table(head, rows)
+
+
+@figure
+def pattern_accuracies(*sparsities: str) -> str:
+    """Accuracy of the study `patterns` by pattern and sparsity; an n:m stands with its name under `50=2:4`."""
+    columns = [word.split("=") for word in sparsities]
+
+    def cell(pattern: str, percent: str, n_to_m: str) -> str:
+        arm = n_to_m if pattern == "n:m" else f"{pattern} {percent} %"
+        name = f"{n_to_m}: " if pattern == "n:m" else ""
+        return f"{name}{accuracy('patterns', arm, digits='2')} ({runs('patterns', arm)})"
+
+    rows = [[name, *(cell(pattern, *column) for column in columns)] for pattern, name in PATTERNS.items()]
+    return table(["", *(f"{percent} %" for percent, _ in columns)], rows)
 
 
 # Benchmarks: bench/results
@@ -176,6 +207,92 @@ def value(file: str, path: str, scale: str = "1", format: str = ".1f") -> str:
 def ratio(file: str, first: str, second: str, format: str = ".1f") -> str:
     """The ratio of two numbers of a benchmark."""
     return f"{at(file, first) / at(file, second):{format}}"
+
+
+@figure
+def pattern_speeds(file: str, *sparsities: str) -> str:
+    """Speed-up over dense float32 on a CPU by task, pattern and sparsity, from bench/patterns_cpu.py."""
+    tasks = {"train": "training step", "infer": "inference of 128", "infer 1": "inference of 1"}
+    rows = [
+        [f"{told}, {name}", *(f"{at(file, f'{task}/speedup/{pattern} {p} %'):.1f} ×" for p in sparsities)]
+        for task, told in tasks.items()
+        for pattern, name in PATTERNS.items()
+        if pattern != "n:m"
+    ]
+    return table(["", *(f"{percent} %" for percent in sparsities)], rows)
+
+
+def layers(kind: str, *parts: str) -> list[dict[str, Any]]:
+    """Return the rows of bench/patterns.py that have a kind of weight and one of these parts in their name."""
+    found = [row for row in bench("patterns-gpu.json")["rows"] if isinstance(row.get(kind), dict)]
+    found = [row for row in found if not parts or any(part in row["layer"] for part in parts)]
+    if not found:
+        raise Unknown(f"bench/results/patterns-gpu.json has no {kind} of {', '.join(parts)}")
+    return found
+
+
+def gpu_gain(row: dict[str, Any], kind: str, clock: str = "graph") -> float:
+    return row["dense"][clock] / row[kind][clock]
+
+
+def span(values: Iterable[float], format: str) -> str:
+    found = sorted(values)
+    low, high = f"{found[0]:{format}}", f"{found[-1]:{format}}"
+    return low if low == high else f"{low} to {high}"
+
+
+@figure
+def gpu_gains(kind: str, *parts: str, clock: str = "graph", format: str = ".2f") -> str:
+    """`1.14 to 1.28`: times as fast as dense bf16, over layers with one of these parts in their name."""
+    return span((gpu_gain(row, kind, clock) for row in layers(kind, *parts)), format)
+
+
+@figure
+def gpu_times(kind: str, *parts: str, clock: str = "graph", format: str = ".2f") -> str:
+    """`0.43 to 0.61`: milliseconds, over layers with one of these parts in their name."""
+    return span((row[kind][clock] for row in layers(kind, *parts)), format)
+
+
+@figure
+def gpu_two_to_four() -> str:
+    """Milliseconds of every layer, dense and 2:4, in a CUDA graph and as Python launches it."""
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        times = [f"{row[kind][clock]:.3f}" for clock in ("graph", "eager") for kind in ("dense", "2:4")]
+        gains = [f"{gpu_gain(row, '2:4', clock):.2f} ×" for clock in ("graph", "eager")]
+        return [row["layer"], *times[:2], gains[0], *times[2:], gains[1]]
+
+    head = ["layer", "dense, graph", "2:4, graph", "speed-up", "dense, eager", "2:4, eager", "speed-up"]
+    return table(head, [cells(row) for row in layers("2:4")])
+
+
+@figure
+def gpu_blocks(*sides: str) -> str:
+    """Milliseconds of layers with square blocks in a CUDA graph, and their speed-up."""
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        found = [f"{row[side]['graph']:.3f} ({gpu_gain(row, side):.2f} ×)" for side in sides]
+        return [row["layer"].removesuffix(", blocks"), f"{row['dense']['graph']:.3f}", *found]
+
+    return table(["layer", "dense", *(f"blocks {side}" for side in sides)], [cells(row) for row in layers(sides[0])])
+
+
+# Charts of README
+
+TIMES = "![accuracy over training time on a GPU and a CPU: dense, the paper's and ours](docs/time-to-accuracy.png)"
+SIZES = "![size, latency and throughput of VGG-C next to PyTorch and onnxruntime](docs/deploy.png)"
+
+
+@figure
+def first_chart() -> str:
+    """The chart at the top of README: accuracy over time if it was measured on a CPU, else the exported model."""
+    return f"\n{TIMES if cpu_points()[1] else SIZES}\n"
+
+
+@figure
+def second_chart() -> str:
+    """The chart of exported models in its section of README, if it is not the first one."""
+    return f"\n{SIZES}\n" if cpu_points()[1] else "\n"
 
 
 # The check

@@ -9,7 +9,7 @@ void eq_offsets(int64_t, const int32_t *, const int32_t *, int64_t, const int64_
 void eq_weights(int64_t, const int32_t *, const float *, tap *);
 int eq_linear(const float *, float *, int64_t, int64_t, int64_t, const tap *, const int32_t *, int64_t, const float *, int);
 int eq_linear_grad(const float *, const float *, int64_t, int64_t, int64_t, const tap *, const int32_t *,
-                   const int32_t *, int64_t, float *, float *, int);
+                   const int32_t *, int64_t, float *, float *, const tap *, const int32_t *, int64_t, float *, int);
 
 static uint32_t state = 1;
 static float number(void) {
@@ -38,7 +38,7 @@ int main(void) {
     eq_offsets(count, source, which, CHUNK, &tap_offset, taps);
     eq_weights(count, order, values, taps);
     if (eq_linear(x, y, TOKENS, IN, OUT, taps, start, 1, bias, 2)) return 1;
-    if (eq_linear_grad(x, dy, TOKENS, IN, OUT, taps, start, order, 1, dvalues, dbias, 2)) return 1;
+    if (eq_linear_grad(x, dy, TOKENS, IN, OUT, taps, start, order, 1, dvalues, dbias, NULL, NULL, 0, NULL, 2)) return 1;
     for (int t = 0; t < TOKENS; t++)
         for (int o = 0; o < OUT; o++) {
             double wanted = bias[o];

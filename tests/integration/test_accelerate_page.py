@@ -57,3 +57,17 @@ def test_differences_are_to_the_reference(tables: ModuleType) -> None:
         "| fast | 81.00 ± 1.41 |  |  |  | 80.00 | 2 |",
         "| slow | 78.50 ± 0.71 |  |  | -2.50 | 78.00 | 2 |",
     ]
+
+
+def test_the_cpu_table_has_means_of_runs_and_steps_of_arms_without_accuracy(
+    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = {"steps": 100, "seconds": 120, "processor_seconds": 60, "process": 180, "threads": 1}
+    lines = [{"arm": "sparse, 8", "accuracy": accuracy, **run} for accuracy in (0.84, 0.86)]
+    lines.append({"arm": "float32, 5", "accuracy": None, **run})
+    (tmp_path / "cpu_accuracy.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    monkeypatch.setattr(tables, "FILES", tmp_path)
+    assert tables.cpu().splitlines()[2:] == [
+        "| sparse, 8 | 1 | 85.00 ± 1.41 | 2 | 600 | 1.0 | 2.0 | 3.0 |",
+        "| float32, 5 | 1 | not scored | 1 | 600 |  |  |  |",
+    ]

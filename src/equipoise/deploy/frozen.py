@@ -14,11 +14,11 @@ from torch.fx import Node
 from equipoise.deploy.program import Program, supports
 from equipoise.kernels import boundary
 from equipoise.kernels.blocked import as_float32, from_blocked, to_blocked
-from equipoise.kernels.library import LANES, available
-from equipoise.kernels.steps import FEW, most_blocks, round_up
+from equipoise.kernels.library import available
+from equipoise.kernels.steps import Batch, plan
 from equipoise.storage.blocked_graph import BLOCKED, blocked_graph
 from equipoise.storage.choice import dense_layers
-from equipoise.storage.pack import use_blocked_norms
+from equipoise.storage.pack import blocked_dtype, use_blocked_norms
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
 from equipoise.storage.shortcut import Plan, Run, Shortcut
 from equipoise.storage.trace import Reading, read
@@ -30,7 +30,7 @@ def freeze(model: nn.Module) -> nn.Module:
     """Prepare a packed model for inference, with its present weights, BatchNorm folded and no gradients.
 
     Args:
-        model: A packed model; it is not changed.
+        model: A packed model; it is not changed. The frozen model keeps its precision.
 
     Returns:
         A copy of the model in eval mode. It runs on programs of kernel steps (`is_frozen`) if the kernels are available
@@ -38,12 +38,13 @@ def freeze(model: nn.Module) -> nn.Module:
     """
     if is_frozen(model):
         return model
+    dtype = blocked_dtype(model)
     model = copy.deepcopy(model).eval().requires_grad_(False)
     reading = read(model) if available() else None
     if reading is not None:
         use_blocked_norms(reading)
         if _parts(blocked_graph(reading.graph, model, dense_layers(model)), model) is not None:
-            model.forward = Frozen(model)
+            model.forward = Frozen(model, dtype)
     return model
 
 
@@ -79,11 +80,24 @@ def _is_blocked(node: Node, model: nn.Module) -> bool:
 
 
 class Frozen(Shortcut):
-    """The forward of a frozen model."""
+    """The forward of a frozen model.
+
+    Args:
+        module: The module.
+        dtype: Type of the activations between layers.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(module)
+        self._dtype = dtype
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module, self._dtype)
 
     def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run | None:
         parts = _parts(blocked_graph(reading.graph, self.module, tokens | dense_layers(self.module)), self.module)
-        return None if parts is None or self.module.training else Stretch(self.module, *parts)
+        half = self._dtype is torch.bfloat16 and not exact
+        return None if parts is None or self.module.training else Stretch(self.module, *parts, half)
 
     def is_current(self, plan: Plan) -> bool:
         return super().is_current(plan) and cast(Stretch, plan.run).has_present_weights()
@@ -97,22 +111,25 @@ class Stretch:
     each call that ran at the same time, at most one for each core.
     """
 
-    def __init__(self, model: nn.Module, before: list[Node], inside: list[Node], after: list[Node]) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, before: list[Node], inside: list[Node], after: list[Node], half: bool
+    ) -> None:
+        self._model, self._half = model, half
         self._before, self._inside, self._after = before, inside, after
         self._dims = {dims for dims in (2, 3, 4) if supports(inside, model, dims)}
         # No lock, which a forked child could wait for in vain: single operations of an OrderedDict are atomic.
         self._programs: OrderedDict[tuple[int, ...], Program] = OrderedDict()
         called = [model.get_submodule(str(node.target)) for node in inside if node.op == "call_module"]
-        self._tensors = [tensors for module in called for tensors in (module._parameters, module._buffers)]
+        owned = [tensors for module in called for tensors in (module._parameters, module._buffers)]
+        self._tensors = [tensors for tensors in owned if tensors]
         self._weights = self._present_weights()
 
     def has_present_weights(self) -> bool:
         """Whether the weights are still those that the programs copied."""
         return self._weights == self._present_weights()
 
-    def _present_weights(self) -> list[tuple[int, int]]:
-        return boundary.versions(t for tensors in self._tensors for t in tensors.values() if t is not None)
+    def _present_weights(self) -> list[int]:
+        return boundary.versions([t for tensors in self._tensors for t in tensors.values() if t is not None])
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, given: Tensor) -> Any:
@@ -128,19 +145,18 @@ class Stretch:
         return values[self._after[-1]]
 
     def _run(self, x: Tensor) -> Tensor:
-        lanes = 1 if x.shape[0] < FEW else LANES
         shape = tuple(x.shape[1:])
-        parts = [
-            self._program(shape, round_up(-(-images.shape[0] // lanes)), lanes).run(images)
-            for images in x.split(1 if lanes == 1 else LANES * most_blocks(shape))
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        batch = plan(x.shape[0], shape, self._half)
+        if x.shape[0] <= batch.together:
+            return self._program(shape, x.shape[0], batch).run(x)
+        return torch.cat([self._program(shape, len(part), batch).run(part) for part in x.split(batch.together)])
 
-    def _program(self, shape: tuple[int, ...], blocks: int, lanes: int) -> Program:
-        key = (blocks, lanes, *shape)
+    def _program(self, shape: tuple[int, ...], images: int, batch: Batch) -> Program:
+        blocks = batch.blocks(images)
+        key = (blocks, batch.lanes, batch.half, *shape)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs.setdefault(key, Program(self._inside, self._model, shape, blocks, lanes))
+            program = self._programs.setdefault(key, Program(self._inside, self._model, shape, blocks, batch))
         with suppress(KeyError):  # another thread may have removed it
             self._programs.move_to_end(key)
             while len(self._programs) > MOST_PROGRAMS:

@@ -22,7 +22,11 @@ from equipoise.storage.packed_modules import packed
 
 
 def load(
-    path: str | os.PathLike[str], dense: bool = False, into: nn.Module | None = None, allow_code: bool = False
+    path: str | os.PathLike[str],
+    dense: bool = False,
+    into: nn.Module | None = None,
+    allow_code: bool = False,
+    precision: str = "float32",
 ) -> nn.Module:
     """Load a network for inference, in eval mode on the CPU, or on the GPU if it was exported with `--format 2:4`.
 
@@ -35,21 +39,23 @@ def load(
         dense: Whether to use torch's layers only, on the CPU.
         into: For a file of `equipoise.save`, the custom model as it was before packing. It is copied.
         allow_code: Whether to import a custom model that the file names, such as `package.nets:Net`.
+        precision: Activations between sparse layers on the kernels, in batches of more than 16 images: `float32` or
+            `bf16`. Input and output are float32.
 
     Raises:
-        UserError: If the file is missing, damaged, or does not fit the model.
+        UserError: If the file is missing, damaged, or does not fit the model, or there is no such precision.
     """
     if into is not None:
         model = read_custom(Path(path), into)
         # in another layout a custom forward may fail (`view`), or change a flattened copy in place
-        return model if dense else with_kernels(model, torch.preserve_format)
+        return model if dense else with_kernels(model, torch.preserve_format, precision)
     found = read_packed(Path(path), allow_code)
     if dense:
         network = found.model
     elif found.semi_structured:
         network = convert(found.model, found.semi_structured)
     else:
-        network = with_kernels(found.model)
+        network = with_kernels(found.model, precision=precision)
     network.register_forward_pre_hook(refuse_integers)
     return network
 
@@ -62,7 +68,9 @@ def refuse_integers(network: nn.Module, inputs: tuple[Any, ...]) -> None:
             raise UserError(f"the network takes pixels in [0, 1] as float32, not {kind}; give it images / 255")
 
 
-def with_kernels(model: nn.Module, layout: torch.memory_format = torch.channels_last) -> nn.Module:
+def with_kernels(
+    model: nn.Module, layout: torch.memory_format = torch.channels_last, precision: str = "float32"
+) -> nn.Module:
     """Return a copy of a dense model on the sparse kernels if they are faster, else in a memory layout.
 
     The kernels are faster if sparse layers follow one another. Dense layers between them mean leaving the blocked
@@ -72,9 +80,10 @@ def with_kernels(model: nn.Module, layout: torch.memory_format = torch.channels_
     Args:
         model: The dense model, with zeros.
         layout: Layout of the dense copy; the default is the fastest for torch.
+        precision: As in `load`.
     """
     masks = sparse_masks(model) if available() else {}
-    frozen = freeze(pack_masks(model, masks)) if masks else None
+    frozen = freeze(pack_masks(model, masks, precision)) if masks else None
     if frozen is not None and is_frozen(frozen):
         return frozen
     return copy.deepcopy(model).to(memory_format=layout)  # type: ignore[call-overload]

@@ -14,7 +14,7 @@ from equipoise.kernels import library, operators
 from equipoise.kernels.geometry import NO_BORDER
 from equipoise.kernels.planes import Planes
 from equipoise.kernels.pool import Pool
-from equipoise.kernels.steps import KernelSteps
+from equipoise.kernels.steps import Batch, KernelSteps
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
 
 # Options of a pass over planes that each operation stands for
@@ -33,12 +33,14 @@ class Program:
         model: The model that the nodes belong to.
         shape: Shape of one input, without the batch.
         blocks: Blocks of images that run together.
-        lanes: Images in a block: 16 or 1.
+        batch: How the images run.
     """
 
-    def __init__(self, nodes: list[Node], model: nn.Module, shape: tuple[int, ...], blocks: int, lanes: int) -> None:
+    def __init__(
+        self, nodes: list[Node], model: nn.Module, shape: tuple[int, ...], blocks: int, batch: Batch
+    ) -> None:
         self._model = model
-        self._steps = KernelSteps(blocks, lanes)
+        self._steps = KernelSteps(blocks, batch.lanes, batch.half)
         self._values: dict[Node, Planes] = {}
         self._folded: set[Node] = set()
         channels, height, width = {3: shape, 2: (shape[0], 1, shape[-1]), 1: (shape[0], 1, 1)}[len(shape)]
@@ -53,7 +55,7 @@ class Program:
         self._pool = Pool(make, first=[make()])
 
     def run(self, x: Tensor) -> Tensor:
-        """Compute the output for a batch of at most `blocks * lanes` inputs. Threads may call this at the same time."""
+        """Compute the output for a batch of inputs. Threads may call this at the same time."""
         images = x.detach().reshape(x.shape[0], *self._input).numpy()
         with self._pool.lend() as buffers:
             y = torch.from_numpy(buffers.compute(images, library.threads()))

@@ -7,7 +7,8 @@ of active weights are checked once, when a `Pattern` is made of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from equipoise.errors import UserError
 from equipoise.kernels.library import LANES, Map
 
 WORD = 4  # bytes, the unit of all steps in the kernels
+_VERSION = attrgetter("_version")
 
 
 def lanes(dtype: torch.dtype) -> int:
@@ -192,6 +194,6 @@ def _check_inside(tensor: Tensor, first: int, last: int, name: str) -> None:
         raise UserError(f"a kernel would leave the memory of {name}, which has the shape {list(tensor.shape)}")
 
 
-def versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+def versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return a list that changes if a tensor gets other memory or is written to."""
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+    return [*map(Tensor.data_ptr, tensors), *map(_VERSION, tensors)]  # no loop in Python: frozen models call it

@@ -38,6 +38,13 @@ class ConvShape:
         """Number of weights, active and inactive."""
         return self.out_channels * (self.in_channels // self.groups) * self.kernel[0] * self.kernel[1]
 
+    def of_patches(self) -> ConvShape | None:
+        """Return the linear layer that this convolution is on its patches; `None` if they overlap or leave gaps."""
+        whole = self.kernel == self.stride and self.kernel != (1, 1) and self.groups == 1
+        if not whole or self.padding != (0, 0) or self.dilation != (1, 1):
+            return None
+        return ConvShape(self.out_channels, self.in_channels * self.kernel[0] * self.kernel[1])
+
     def check_channels(self, channels: int) -> None:
         """Refuse an input of other channels: the kernels trust the pattern and would read beyond its end."""
         if channels != self.in_channels:

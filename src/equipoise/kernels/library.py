@@ -11,7 +11,7 @@ from typing import Any
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 7  # EQ_ABI in kernels.h
+ABI = 8  # EQ_ABI in kernels.h
 LANES = 16  # words of 4 bytes side by side: the numbers of 16 images in float32, of 32 in bf16
 CHUNK = 64  # of tokens, in linear.c
 
@@ -72,6 +72,7 @@ class Step(ctypes.Structure):
         ("window", c_int32 * 8),  # kernel, stride, padding, dilation
         ("mean", c_int32),
         ("count_padding", c_int32),
+        ("half", c_int32),
     ]
 
 
@@ -80,7 +81,16 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_conv": [_MAP, _MAP, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32, c_int32],
     "eq_conv_grad": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32],
     "eq_linear": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int64, c_void_p, c_int32],
-    "eq_linear_grad": [c_void_p, c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int64, c_void_p, c_void_p, c_int32],
+    "eq_linear_grad": [
+        *[c_void_p] * 2,
+        *[c_int64] * 3,
+        *[c_void_p] * 3,
+        c_int64,
+        *[c_void_p] * 4,
+        c_int64,
+        c_void_p,
+        c_int32,
+    ],
     "eq_pattern": [c_int64, *[c_void_p] * 7],
     "eq_offsets": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p],
     "eq_find_blocks": [c_int64, *[c_void_p] * 6],
@@ -95,7 +105,15 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_layout": [_MAP, _MAP, c_int32, c_int32, c_int32],
 }
 # Functions that return whether they ran out of memory
-_ALLOCATING = {"eq_conv", "eq_conv_grad", "eq_block_input_grad", "eq_linear", "eq_linear_grad", "eq_pattern"}
+_ALLOCATING = {
+    "eq_conv",
+    "eq_conv_grad",
+    "eq_block_input_grad",
+    "eq_linear",
+    "eq_linear_grad",
+    "eq_pattern",
+    "eq_program",
+}
 _RESULTS = {"eq_find_blocks": c_int64}
 
 

@@ -6,6 +6,7 @@ defined by the functions of `torch.library` underneath it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ _operators.define(
     "linear(Tensor x, Tensor values, Tensor? bias, Tensor? probe, Tensor index, SymInt[] shape) -> Tensor"
 )
 _operators.define("linear_input_grad(Tensor dy, Tensor values, Tensor index, SymInt in_features) -> Tensor")
-_operators.define("linear_weight_grad(Tensor x, Tensor dy, Tensor index) -> (Tensor, Tensor)")
+_operators.define("linear_grad(Tensor x, Tensor dy, Tensor? values, Tensor index) -> (Tensor, Tensor, Tensor)")
 
 
 def linear(
@@ -95,13 +96,20 @@ def _input_grad(dy: Tensor, values: Tensor, index: Tensor, in_features: int) -> 
     return _multiply(dy, values, None, pattern_of(ConvShape(dy.shape[-1], in_features), index), True, in_features)
 
 
-def _weight_grad(x: Tensor, dy: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the active weights and of the bias."""
+def _grad(x: Tensor, dy: Tensor, values: Tensor | None, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the input, of the active weights and of the bias; that of the input is empty without `values`."""
     tokens, features, out_features = x.shape[:-1].numel(), x.shape[-1], dy.shape[-1]
+    dx = x.new_empty(0) if values is None else x.new_empty(x.shape)
     x, dy, count = x.contiguous(), dy.resolve_neg().contiguous(), index.numel()
     dvalues, dbias = x.new_empty(count), x.new_empty(out_features)
-    with pattern_of(ConvShape(out_features, features), index).lend() as taps:
+    pattern = pattern_of(ConvShape(out_features, features), index)
+    with pattern.lend() as taps, nullcontext() if values is None else pattern.lend(True) as back:
         taps.set_steps(CHUNK, 0)
+        into_dx: tuple[int | None, ...] = (None, None, 0, None)
+        if values is not None and back is not None:
+            back.load(values, CHUNK, 0)
+            at = boundary.address(dx, tokens * features, "gradient of the input")
+            into_dx = (back.address, back.sorted.start_at(), back.sorted.blocks, at)
         library.load().eq_linear_grad(
             boundary.address(x, tokens * features, "input"),
             boundary.address(dy, tokens * out_features, "gradient of the output"),
@@ -114,9 +122,15 @@ def _weight_grad(x: Tensor, dy: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
             taps.sorted.blocks,
             boundary.address(dvalues, count, "gradient of the weights"),
             boundary.address(dbias, out_features, "gradient of the bias"),
+            *into_dx,
             library.threads(),
         )
-    return dvalues, dbias
+    return dx, dvalues, dbias
+
+
+def _fake_grad(x: Tensor, dy: Tensor, values: Tensor | None, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dx = x.new_empty(0) if values is None else x.new_empty(x.shape)
+    return dx, x.new_empty(index.shape), x.new_empty(dy.shape[-1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -133,20 +147,28 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, values, index = ctx.saved_tensors
     operators = torch.ops.equipoise
     dx = dvalues = dbias = dprobe = None
-    if ctx.needs_input_grad[0]:
-        dx = operators.linear_input_grad.default(dy, values, index, x.shape[-1])
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        dvalues, dbias = operators.linear_weight_grad.default(x, dy, index)
+        for_dx = values if ctx.needs_input_grad[0] else None
+        dx, dvalues, dbias = operators.linear_grad.default(x, dy, for_dx, index)
+    elif ctx.needs_input_grad[0]:
+        dx = operators.linear_input_grad.default(dy, values, index, x.shape[-1])
     if ctx.needs_input_grad[3]:
         dprobe = _as_matrix(dy).T @ _as_matrix(x)
     # torch accepts no gradient of an argument that was `None`
-    return dx, dvalues, dbias if ctx.needs_input_grad[2] else None, dprobe, None, None
+    return (
+        dx if ctx.needs_input_grad[0] else None,
+        dvalues,
+        dbias if ctx.needs_input_grad[2] else None,
+        dprobe,
+        None,
+        None,
+    )
 
 
 for _name, _function, _fake in (
     ("linear", _linear, lambda x, *rest: x.new_empty(*x.shape[:-1], rest[-1][0])),
     ("linear_input_grad", _input_grad, lambda dy, *rest: dy.new_empty(*dy.shape[:-1], rest[-1])),
-    ("linear_weight_grad", _weight_grad, lambda x, dy, i: (x.new_empty(i.shape), x.new_empty(dy.shape[-1]))),
+    ("linear_grad", _grad, _fake_grad),
 ):
     _operators.impl(_name, _function, "CPU")
     torch.library.register_fake(f"equipoise::{_name}", _fake, lib=_operators)

@@ -52,19 +52,17 @@ class Planes:
         """Return other planes of the same buffer, which begin `start` floats after these."""
         return replace(self, start=self.start + start, shape=shape, steps=steps, border=NO_BORDER)
 
-    def described(self, whole_vectors: bool = False) -> Map:
+    def described(self, beyond: int = 0) -> Map:
         """Return the description for a kernel, with the index of the first float for its address.
 
         Args:
-            whole_vectors: Whether the kernel writes whole vectors along a row, beyond its end.
+            beyond: Floats after the last one that the kernel may read.
 
         Raises:
             UserError: If the planes leave their buffer.
         """
         if all(self.shape):
-            *outer, width = self.shape
-            columns = -(-width // COLUMNS) * COLUMNS if whole_vectors else width
-            self._check(0, _last((*outer, columns), self.steps) + self.lanes - 1)
+            self._check(0, _last(self.shape, self.steps) + self.lanes - 1 + beyond)
         return Map(self.start * FLOAT, *self.shape, *self.steps)
 
     def described_source(self, out: Planes, stride: Pair, reach: Pair) -> Map:
@@ -82,10 +80,11 @@ class Planes:
         described.sh *= stride[0]
         described.sw *= stride[1]
         blocks, _, height, width = out.shape
-        width = -(-width // COLUMNS) * COLUMNS if self.lanes == 1 else width
         if self.shape[1] and all(out.shape):  # an empty plane may have a border that is read
             last = _last((blocks, height, width), (described.sn, described.sh, described.sw))
-            self._check(reach[0], last + reach[1] + self.lanes - 1)
+            self._check(reach[0], last + reach[1] + (COLUMNS if self.lanes == 1 else self.lanes) - 1)
+            if self.lanes == 1 and height > 1 and described.sh != out.steps[2]:
+                raise UserError("planes of a convolution must have rows of the same length")
         return described
 
     def array(self, memory: Floats) -> Floats:

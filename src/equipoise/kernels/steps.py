@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from ctypes import Array, byref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ FEW = 8  # fewer images run faster plane by plane than side by side
 # seldom, but every step has a separate buffer: no more than those of 128 small images.
 POSITIONS = 128 * 32 * 32
 MOST_BLOCKS = 8
+CACHED = 2**14  # floats of the planes of one image that need not be divided into blocks to stay in cache
 TAP = np.dtype([("weight", np.float32), ("offset", np.int32)])
 
 
@@ -35,24 +36,26 @@ class Buffers:
         sizes: Floats of each buffer.
         x: Planes of the input.
         y: Planes of the output.
+        half: Whether the planes are bf16.
     """
 
-    def __init__(self, steps: list[_Added], sizes: list[int], x: Planes, y: Planes) -> None:
+    def __init__(self, steps: list[_Added], sizes: list[int], x: Planes, y: Planes, half: bool) -> None:
         slab = Slab()
         self._memory = [slab.take(size) for size in sizes]
         self._steps = self._with_addresses(steps)
         self._added = steps  # owns the weights that the steps point to
         self._maps = {planes: self._addressed(planes.described(), planes) for planes in (x, y)}
-        self._x, self._y = x, y
+        self._x, self._y, self._half = x, y, half
+        self._inside = {planes: planes.array(self._memory[planes.buffer])[..., 0] for planes in (x, y)}
 
     def compute(self, images: Floats, threads: int) -> Floats:
-        """Return the outputs (images, channels, height, width) of at most `blocks * lanes` inputs.
+        """Return the outputs (images, channels, height, width) of inputs, as many as the blocks hold at most.
 
         Raises:
             UserError: If the images are not float32 or do not fit the input.
         """
         x, y, count = self._x, self._y, len(images)
-        if images.dtype != np.float32 or images.shape[1:] != x.size or count > x.shape[0] * x.lanes:
+        if images.dtype != np.float32 or images.shape[1:] != x.size or count > x.shape[0] * x.lanes << self._half:
             raise UserError(f"images of {images.dtype} {list(images.shape)} do not fit {list(x.size)}")
         out = np.empty((count, *y.size), np.float32)
         if count:
@@ -63,7 +66,7 @@ class Buffers:
 
     def _copy(self, images: Floats, planes: Planes, threads: int, to_planes: bool) -> None:
         if planes.lanes == 1:
-            inside = planes.array(self._memory[planes.buffer])[: len(images), ..., 0]
+            inside = self._inside[planes][: len(images)]
             target, source = (inside, images) if to_planes else (images, inside)
             target[...] = source
             return
@@ -71,8 +74,8 @@ class Buffers:
             images = images.copy()
         plain = Map(images.ctypes.data, *images.shape, *(step // FLOAT for step in images.strides))
         blocked = Map.from_buffer_copy(self._maps[planes])
-        blocked.n = -(-len(images) // LANES)
-        library.load().eq_layout(byref(plain), byref(blocked), to_planes, False, threads)
+        blocked.n = -(-len(images) // (LANES << self._half))
+        library.load().eq_layout(byref(plain), byref(blocked), to_planes, self._half, threads)
 
     def _addressed(self, described: Map, planes: Planes) -> Map:
         """Turn the index of a description into an address."""
@@ -105,11 +108,12 @@ class KernelSteps:
 
     Args:
         blocks: Blocks of images that run together.
-        lanes: Images in a block: 16 side by side, or 1, which runs plane by plane.
+        lanes: Words of an image or two in a block: 16 side by side, or 1, which runs plane by plane.
+        half: Whether the words are pairs of bf16 numbers, so that a block has 32 images; with 16 lanes only.
     """
 
-    def __init__(self, blocks: int, lanes: int) -> None:
-        self.blocks, self.lanes = blocks, lanes
+    def __init__(self, blocks: int, lanes: int, half: bool = False) -> None:
+        self.blocks, self.lanes, self.half = blocks, lanes, half
         self._steps: list[_Added] = []
         self._sizes: list[int] = []
 
@@ -125,22 +129,16 @@ class KernelSteps:
             x: The input.
             y: The output.
         """
-        return Buffers(self._steps, self._sizes, x, y)
+        return Buffers(self._steps, self._sizes, x, y, self.half)
 
-    def buffer(self, shape: tuple[int, int, int], border: Border = NO_BORDER) -> Planes:
-        """Return planes of this shape inside zeros, with rows long enough for whole vectors."""
+    def buffer(self, shape: tuple[int, int, int], border: Border = NO_BORDER, pitch: int = 0) -> Planes:
+        """Return planes of this shape inside zeros, whose rows are at least `pitch` columns apart."""
         (channels, height, width), (rows, columns) = shape, border
-        pitch = width + 2 * columns
-        if self.lanes == 1:
-            pitch = max(pitch, -(-width // COLUMNS) * COLUMNS + columns)
+        pitch = max(pitch, width + 2 * columns)
         plane = (height + 2 * rows) * pitch
         size = (self.blocks * channels * plane + 2 * pitch) * self.lanes + 64
         steps = (self.lanes * channels * plane, self.lanes * plane, self.lanes * pitch, self.lanes)
         return self._planes(size, self.lanes * (rows * pitch + columns), shape, steps, border)
-
-    def _vector(self, count: int) -> Planes:
-        """`count` channels side by side: planes of one value need no room for whole vectors."""
-        return self._planes(self.blocks * count + 64, 0, (count, 1, 1), (count, 1, 1, 1))
 
     def _planes(
         self,
@@ -167,7 +165,7 @@ class KernelSteps:
         described, written = maps or (x.described(), y.described())
         if residual is not None:
             fields["residual"] = residual.described()
-        step = Step(x=described, y=written, kind=kind, lanes=self.lanes, **fields)
+        step = Step(x=described, y=written, kind=kind, lanes=self.lanes, half=self.half, **fields)
         self._steps.append(_Added(step, x, y, residual, keep or []))
 
     def plane(
@@ -191,6 +189,10 @@ class KernelSteps:
                 f"a residual must have the shape of the input it is added to, {x.size} per image, not {residual.size}"
             )
         keep = [vector(numbers, channels, "norm") for numbers in (scale, shift)]
+        if self.lanes == 1:  # vectors run along rows
+            x.described(beyond=2 * COLUMNS)
+            if residual is not None:
+                residual.described(beyond=COLUMNS)
         self._add(PLANE, x, y, residual, keep, relu=relu, pool=pool, scale=address(keep[0]), shift=address(keep[1]))
         return y
 
@@ -234,7 +236,7 @@ class KernelSteps:
         """Add a copy that turns channels, rows and columns into channels."""
         channels, height, width = x.size
         count = channels * height * width
-        y = self.buffer((count, 1, 1)) if self.lanes > 1 else self._vector(count)
+        y = self.buffer((count, 1, 1))
         steps = (self.lanes * count, self.lanes * height * width, self.lanes * width, self.lanes)
         self._add(COPY, x, y.view(x.shape, steps))
         return y
@@ -261,20 +263,21 @@ class KernelSteps:
             border: Zeros to put around the result.
         """
         shape.check_channels(x.size[0])
-        x = self._bordered(x, shape.padding)
-        size = shape.output((x.size[1], x.size[2]))
-        y = self.buffer((shape.out_channels, *size), border)
-        stride = shape.stride
+        size, stride, pitch = shape.output((x.size[1], x.size[2])), shape.stride, 0
+        if self.lanes == 1:  # the kernel wants rows of the same length in x and y
+            pitch = size[1] + 2 * border[1]
+        x = self._bordered(x, shape.padding, pitch if stride == (1, 1) else 0)
         if self.lanes == 1 and stride != (1, 1):
-            x, offsets = self._phases(x, shape, size)
+            x, offsets = self._phases(x, shape, size, pitch)
             stride = (1, 1)
         else:
             offsets = _tap_offsets(shape, x.steps[2], x.steps[3])
+        y = self.buffer((shape.out_channels, *size), border, x.steps[2] if self.lanes == 1 and size[0] > 1 else 0)
         low, high = int(offsets.min()), int(offsets.max())
         last = max(0, shape.in_channels - 1) * x.steps[1] + high
         if last >= 2**31 or low < -(2**31):
             raise UserError("the activation of one block of images is too large for the kernels (2^31 values)")
-        maps = (x.described_source(y, stride, (low, last)), y.described(whole_vectors=self.lanes == 1))
+        maps = (x.described_source(y, stride, (low, last)), y.described())
         bias = vector(bias, shape.out_channels, "bias")
         index = checked_index(shape, index)
         found = find(shape, index)
@@ -286,7 +289,8 @@ class KernelSteps:
                 "weights": found.weights(values),
             }
         else:
-            taps, start = sorted_taps(shape, index, values, x.steps[1], offsets, one_block=self.lanes == 1)
+            cached = self.lanes == 1 and x.size[0] * x.steps[1] <= CACHED  # all planes, without division
+            taps, start = sorted_taps(shape, index, values, x.steps[1], offsets, one_block=cached)
             kind, kernel = CONV, (len(start) - 1) // max(1, shape.out_channels)
             arrays = {"taps": taps, "start": start}
         fields: dict[str, Any] = {name: address(array) for name, array in arrays.items()}
@@ -304,19 +308,20 @@ class KernelSteps:
         )
         return y
 
-    def _bordered(self, x: Planes, border: Border) -> Planes:
-        if x.border[0] >= border[0] and x.border[1] >= border[1]:
+    def _bordered(self, x: Planes, border: Border, pitch: int) -> Planes:
+        """Return `x`, or a copy, inside these zeros and with rows that are at least `pitch` columns apart."""
+        if x.border[0] >= border[0] and x.border[1] >= border[1] and x.steps[2] >= pitch * x.lanes:
             return x
-        y = self.buffer(x.size, border)
+        y = self.buffer(x.size, border, pitch)
         self._add(COPY, x, y)
         return y
 
-    def _phases(self, x: Planes, shape: ConvShape, size: Pair) -> tuple[Planes, NDArray[np.int64]]:
+    def _phases(self, x: Planes, shape: ConvShape, size: Pair, pitch: int) -> tuple[Planes, NDArray[np.int64]]:
         """Split the input of a strided convolution by rows and columns modulo the stride: each part has stride 1."""
         (sh, sw), (ph, pw), (dh, dw), (kh, kw) = shape.stride, shape.padding, shape.dilation, shape.kernel
         channels, height, width = x.size
         rows, columns = size[0] + dh * (kh - 1) // sh, size[1] + dw * (kw - 1) // sw
-        split = self.buffer((sh * sw * channels, rows, columns))
+        split = self.buffer((sh * sw * channels, rows, columns), pitch=pitch)
         sn, sc, sr, _ = x.steps
         for phase in range(sh * sw):
             i, j = divmod(phase, sw)
@@ -388,12 +393,34 @@ def sorted_taps(
     return taps, start
 
 
+class Batch(NamedTuple):
+    """How the images of a batch run through a program."""
+
+    lanes: int
+    half: bool
+    together: int  # images of one run, at most
+
+    def blocks(self, images: int) -> int:
+        """Return the blocks of a program for `images`, a power of two, so that batches of all sizes share few."""
+        return 1 << max(-(-images // (self.lanes << self.half)) - 1, 0).bit_length()
+
+
+def plan(images: int, shape: tuple[int, ...], half: bool, most: int = MOST_BLOCKS) -> Batch:
+    """Return how a batch runs.
+
+    Args:
+        images: Images in the batch.
+        shape: Shape of one image.
+        half: Whether activations may be bf16. They are in batches of more than 16 images: fewer would fill half a
+            block, and take longer than in float32.
+        most: Largest number of blocks of 16 images for which there is memory.
+    """
+    if images < FEW or most < 1:
+        return Batch(1, False, 1)
+    return Batch(LANES, half and images > LANES, LANES * min(most_blocks(shape), 1 << (most.bit_length() - 1)))
+
+
 def most_blocks(shape: tuple[int, ...]) -> int:
-    """Return the blocks of images of a shape that run together; a power of two."""
+    """Return the blocks of 16 images of a shape that run together; a power of two."""
     room = POSITIONS // (LANES * max(1, math.prod(shape[1:])))
     return 1 << (min(max(room, 1), MOST_BLOCKS).bit_length() - 1)
-
-
-def round_up(count: int) -> int:
-    """Round up to a power of two, so that batches of all sizes share few programs."""
-    return 1 << max(count - 1, 0).bit_length()

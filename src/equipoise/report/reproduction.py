@@ -35,29 +35,39 @@ HEAD = """# Reproduction
 
 Written by `equipoise study --reproduction FILE` from the files under `results/`; do not edit it by hand.
 """
-WORDS = f"""Effects are differences of means over all runs of both arms, with 95 % confidence intervals (Welch). A
-difference of accuracies or correlations is positive if it agrees with the claim; others are worded (lower, fewer).
-*Supported*: the difference has the claimed sign and the interval excludes zero. *Contradicted*: it has the other sign
-and the interval excludes zero. *Not supported*: a difference of 0.5 points (one epoch, 0.05 of a correlation) is
-excluded by two one-sided tests (TOST, p < 0.05). *Inconclusive*: none of these, or fewer than {FEWEST} runs of an arm.
-The main setting of a claim is the first one below with {FEWEST} runs of both arms; a control never is.
+WORDS = f"""An effect is the difference between the means of two arms over all of their runs, with a 95 % confidence
+interval (Welch). A positive difference of accuracies or correlations agrees with the claim; other differences are
+given in words (lower, fewer). The verdicts are:
+
+- *supported*: the difference has the claimed sign and its interval excludes zero;
+- *contradicted*: it has the other sign and its interval excludes zero;
+- *not supported*: two one-sided tests (TOST, p < 0.05) exclude a difference of 0.5 points (one epoch, 0.05 of a
+  correlation): the arms are equal for practical purposes;
+- *inconclusive*: none of these, or fewer than {FEWEST} runs of an arm.
+
+"Final accuracy" is the one claim that equal arms support, because the paper says that AGENT maintains *or* improves the
+accuracy: it is supported if a one-sided test (p < 0.05) excludes a loss of 0.5 points. This is no evidence of a
+gain.
+
+Each claim is judged in its main setting, the first one below with {FEWEST} runs of both arms. Controls are comparisons
+that the paper does not make; a control is never the main setting.
 """
-METRICS = """Accuracy is the mean over five epochs, plain and with recalibrated BatchNorm next to each other. An
-accuracy is reached when the median of five epochs reaches it. All committed runs of an arm are used. Controls are
-questions of ours."""
-WATERFALL = """Each step changes one thing, from our baseline with the learning rate of BSR-Net's own code to AGENT as
-published. It is not known which learning rate the paper's baseline had. In the published code AGENT alone has a full
-pass, and so fresh BatchNorm statistics.
+METRICS = """Accuracy is the mean over five epochs: of the weights as trained ("plain"), and with recalibrated BatchNorm
+statistics. An accuracy is reached when the median of five epochs reaches it. All committed runs of an arm are used."""
+WATERFALL = """The path from our baseline, with the learning rate of BSR-Net's own code, to AGENT as published has
+four steps, and each changes one thing. Which learning rate the paper's baseline had is not known. In the published
+code only AGENT
+makes a full pass over the training images before it is scored, so only AGENT is scored with fresh BatchNorm statistics.
 """
 LIMITS = """- Data: AVIF compression of quality 95 changed every image but the digits; absolute accuracies may differ.
-- Precision: runs on a GPU train in bf16, those of the paper in float32.
-- Robust accuracy: the committed runs of the study `at` attacked the first 1,000 test images; new ones attack all.
-- Schedules: most studies have fewer epochs than the paper; the sections of the appendix say how many."""
+- Precision: our runs on a GPU train in bf16, the paper in float32.
+- Robust accuracy: the committed runs of the study `at` attacked the first 1,000 test images; new runs attack all.
+- Schedules: most studies train for fewer epochs than the paper; their sections in the appendix say how many."""
 NOT_RUN = """
 ## Appendix: not run
 
-Each study runs with `equipoise study NAME`. Seconds are estimates for one H200 from committed runs of the same model
-and objective, with or without correction; `?` if there is none.
+`equipoise study NAME` runs a study. The columns count what is missing. Seconds are estimates for one H200, from
+committed runs of the same model and objective, with or without correction; `?` if there is no such run.
 """
 CALIBRATION = (
     ("table1-standard", "BSR-Net 99 %"),
@@ -245,7 +255,7 @@ def _gains(gaps: Sequence[Waterfall], images: str) -> Iterator[str]:
 
 def _calibration(studies: Mapping[str, Study]) -> Iterator[str]:
     """Yield the paper's baselines next to ours, before any gain."""
-    yield "\n## Baseline calibration\n\nThe baselines without AGENT, before any gain is compared.\n"
+    yield "\n## Baseline calibration\n\nThe paper's baselines, without AGENT, next to ours.\n"
     rows = []
     for name, arm in CALIBRATION:
         study = studies[name]
@@ -343,7 +353,7 @@ def _section(study: Study) -> Iterator[str]:
     for title, controls in (("claim", False), ("control", True)):
         rows = [_claim_row(claim, judge(study, claim)) for claim in study.claims if claim.is_control == controls]
         if rows:
-            yield from ["", *_table([title, "said to be better", "than", "difference", "verdict"], rows)]
+            yield from ["", *_table([title, "claimed to be better", "other arm", "difference", "verdict"], rows)]
     yield from ["", *_table(["arm", "seeds", *SCORES.values(), "seconds"], _arm_rows(study))]
     if study.paper:
         rows = [_paper_row(study, value) for value in study.paper]

@@ -1,4 +1,4 @@
-"""A summary of experiments and findings in six sentences, for the reproduction page and the HTML report."""
+"""What was tried and what was found, in six points, for the reproduction page and the HTML report."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def summary(studies: Sequence[Study], judged: Sequence[JudgedClaim], gap: Waterf
         _tried(studies),
         _verdicts(judged),
         f"AGENT against its baseline, early in training: {_found(early.main, recalibrated=True)}.",
-        f"AGENT against its baseline, at the end: {_found(final.main)}; the plain gradient against SVRG: "
-        f"{_found(svrg.main)}.",
+        f"AGENT against its baseline, at the end: {_found(final.main)}{_equal(final.main)}. The plain gradient against "
+        f"SVRG: {_found(svrg.main)}.",
         _explained(gap),
         _limited(studies, gap),
     ]
@@ -69,6 +69,14 @@ def _found(main: Judged, recalibrated: bool = False) -> str:
     return f"{text} in {main.setting.name}, {main.runs} runs{paper}"
 
 
+def _equal(main: Judged) -> str:
+    """Say what a supported claim that an accuracy is maintained means, if there is no clear gain."""
+    effect = main.plain.effect
+    if main.plain.word != "supported" or not main.setting.margin or effect is None or effect.interval()[0] > 0:
+        return ""
+    return "; the accuracy is maintained, which supports the claim, but not improved"
+
+
 def _explained(gap: Waterfall | None) -> str:
     if gap is None:
         return "The study `published` is not among these results, so the paper's gains are not explained."
@@ -78,7 +86,7 @@ def _explained(gap: Waterfall | None) -> str:
         f"{step.name}, {difference('accuracy', step.gain)}{' (p < 0.05)' if step.is_clear else ''}"
         for step in gap.steps
     )
-    return f"The paper's gap is {theirs}; from our baseline to the published code these steps lead: {steps}."
+    return f"The paper's gap is {theirs}. The steps from our baseline to the published code: {steps}."
 
 
 def _limited(studies: Sequence[Study], gap: Waterfall | None) -> str:

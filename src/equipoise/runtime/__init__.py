@@ -22,12 +22,14 @@ from equipoise.runtime.packed_arrays import read_arrays
 __all__ = ["Network", "UserError", "load"]
 
 
-def load(path: str | os.PathLike[str], threads: int | None = None) -> Network:
+def load(path: str | os.PathLike[str], threads: int | None = None, precision: str = "float32") -> Network:
     """Load a network for inference on the CPU kernels. No code in the file is executed.
 
     Args:
         path: A file that `equipoise export` wrote.
         threads: Number of threads; by default as many as OpenMP would use, and 1 without libgomp.
+        precision: `bf16` stores activations between layers in bfloat16, in batches of more than 16 images. Sums are
+            float32, and so is the output.
 
     Returns:
         The network. `net(images)` returns the scores of float32 images of the shape (n, *net.input_shape) with pixels
@@ -35,7 +37,7 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> Network:
 
     Raises:
         UserError: If the file is missing, damaged, was written without a program, or would take too much memory, or if
-            the kernels are not available.
+            the kernels are not available, or there is no such precision.
     """
     file = Path(path)
     header, tensors = read_arrays(file)
@@ -48,6 +50,8 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> Network:
         raise UserError(f"the CPU kernels are not available: {library.reason()}")
     if threads is not None and threads < 1:
         raise UserError(f"threads={threads}: at least 1")
+    if precision not in ("float32", "bf16"):
+        raise UserError(f'precision must be "float32" or "bf16", not {precision!r}')
     try:
         calls = build(Calls, convert(header["program"], dict[str, Any], "program"), "program")
         calls.check()
@@ -56,6 +60,6 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> Network:
         if shape not in (calls.image, calls.image[:1]) or calls.image[len(shape) :] not in ((), (1, 1)):
             raise UserError(f"input_shape={list(shape)} is not the image of the program, {list(calls.image)}")
         classes = convert(network.get("classes", []), tuple[str, ...], "classes")
-        return Network(calls, tensors, shape, classes, threads or library.openmp_threads())
+        return Network(calls, tensors, shape, classes, threads or library.openmp_threads(), precision == "bf16")
     except UserError as error:
         raise UserError(f"{file}: {error}") from None

@@ -16,7 +16,7 @@ from equipoise.kernels.huge_pages import Floats
 from equipoise.kernels.library import LANES
 from equipoise.kernels.planes import Planes
 from equipoise.kernels.pool import Pool
-from equipoise.kernels.steps import FEW, Buffers, KernelSteps, most_blocks, round_up
+from equipoise.kernels.steps import Batch, Buffers, KernelSteps, plan
 from equipoise.runtime.calls import IMAGE, Call, Calls, Shape, constant
 from equipoise.runtime.indices import INDICES, decode_indices
 from equipoise.runtime.packed_arrays import Stored
@@ -42,6 +42,7 @@ class Network:
         input_shape: Shape of one image.
         classes: Names of the classes, by label; empty if unknown.
         threads: Number of threads.
+        half: Whether activations of batches of more than 16 images are bf16.
 
     Raises:
         UserError: If the weights do not fit the calls or are not finite, or the network would take too much memory.
@@ -54,7 +55,9 @@ class Network:
         input_shape: tuple[int, ...],
         classes: tuple[str, ...],
         threads: int,
+        half: bool = False,
     ) -> None:
+        self._half = half
         self.input_shape, self.classes, self.threads = input_shape, classes, threads
         self._calls = calls
         self._weights = {n: _weight(c, tensors) for n, c in enumerate(calls.calls) if c.function == "convolve"}
@@ -64,9 +67,9 @@ class Network:
             if c.function == "affine"
         }
         self._borders = _borders(calls)
-        floats, make = self._compiled(lanes=1, blocks=1)
+        floats, make = self._compiled(1, lanes=1, half=False)
         self._most = LARGEST // (LANES * floats)  # blocks of 16 images for which there is room
-        self._programs = {(1, 1): Pool(make)}
+        self._programs = {(1, 1, False): Pool(make)}
 
     def __call__(self, images: NDArray[np.float32]) -> Floats:
         """Return the scores (n, classes) of images.
@@ -78,10 +81,8 @@ class Network:
             UserError: If the images have another type or shape.
         """
         images = self._checked(images)
-        most = min(self._most, most_blocks(Shape(*self._calls.image)))
-        lanes = LANES if len(images) >= FEW and most else 1
-        together = LANES * (1 << (most.bit_length() - 1)) if lanes > 1 else 1
-        parts = [self._run(images[i : i + together], lanes) for i in range(0, len(images), together)]
+        batch = plan(len(images), Shape(*self._calls.image), self._half, self._most)
+        parts = [self._run(images[i : i + batch.together], batch) for i in range(0, len(images), batch.together)]
         return np.concatenate([np.empty((0, Shape(*self._result.shape).size), np.float32), *parts])
 
     @property
@@ -102,17 +103,17 @@ class Network:
             raise UserError(f"the network takes images of (n, {wanted}), not {images.shape}")
         return images.reshape(len(images), *Shape(*self._calls.image))
 
-    def _run(self, images: Floats, lanes: int) -> Floats:
-        key = (lanes, round_up(-(-len(images) // lanes)))
+    def _run(self, images: Floats, batch: Batch) -> Floats:
+        key = (batch.blocks(len(images)), batch.lanes, batch.half)
         pool = self._programs.get(key)
         if pool is None:
             pool = self._programs.setdefault(key, Pool(self._compiled(*key)[1]))
         with pool.lend() as buffers:
             return buffers.compute(images, self.threads).reshape(len(images), -1)
 
-    def _compiled(self, lanes: int, blocks: int) -> tuple[int, Callable[[], Buffers]]:
+    def _compiled(self, blocks: int, lanes: int, half: bool) -> tuple[int, Callable[[], Buffers]]:
         """The floats that the buffers of a program take, and a function that allocates them."""
-        steps = KernelSteps(blocks, lanes)
+        steps = KernelSteps(blocks, lanes, half)
         values = {IMAGE: steps.buffer(Shape(*self._calls.image), self._borders.get(IMAGE, NO_BORDER))}
         for number, call in enumerate(self._calls.calls):
             values[number] = self._add(steps, number, call, [values[source] for source in call.inputs])

@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     """How a part of a model runs fastest.
 
     Attributes:
-        dense: Layers that run dense between blocked ones, by name.
+        dense: Layers that take plain tensors between blocked ones, by name; most of them run dense.
         time: Estimated time in the blocked layout, relative to running layer by layer.
     """
 
@@ -47,8 +47,9 @@ def choose(graph: fx.Graph, model: nn.Module) -> Choice:
     blocked = one_by_one = 0.0
     for name, positions in called:
         shape, active = layers[name].shape, layers[name].values.numel()
-        blocked += positions * (layer_cost.dense(shape) if name in dense else layer_cost.sparse(shape, active))
-        one_by_one += positions * min(layer_cost.dense(shape), layers[name].time_alone())
+        plain = min(layer_cost.dense(shape), layers[name].time_alone())
+        blocked += positions * (plain if name in dense else layer_cost.sparse(shape, active))
+        one_by_one += positions * plain
     for node, size in sizes.items():
         if node.target in (to_blocked, from_blocked):
             blocked += size.positions * size.channels * layer_cost.CONVERTED_CHANNEL
@@ -66,9 +67,9 @@ def _is_layer(node: Node, layers: Layers) -> bool:
 
 
 def _alone(graph: fx.Graph, layers: Layers) -> frozenset[str]:
-    """Layers between plain tensors for which the conversions are not worth it."""
-    between = [node for node in graph.nodes if _is_layer(node, layers) and _is_between_plain(node)]
-    return frozenset(str(node.target) for node in between if layers[str(node.target)].dense_alone())
+    """Layers between plain tensors for which the conversions are not worth it, or not needed."""
+    between = {str(node.target) for node in graph.nodes if _is_layer(node, layers) and _is_between_plain(node)}
+    return frozenset(name for name in between if layers[name].dense_alone() or layers[name].of_patches is not None)
 
 
 def _is_between_plain(node: Node) -> bool:

@@ -109,20 +109,26 @@ class BlockedForward(Shortcut):
 
     def __init__(self, module: nn.Module, choice: Choice, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(module)
-        self._choice, self._dtype = choice, dtype
+        self._choice, self.dtype = choice, dtype
         self.runs_in_autocast = dtype is torch.bfloat16
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.module, self._choice, self._dtype)
+        return type(self), (self.module, self._choice, self.dtype)
 
     def pays(self, images: int) -> bool:
         """Blocks are padded to 16 images, 32 in bfloat16, which may cost more than the layout saves."""
-        return self._choice.time * padding(images, lanes(self._dtype)) <= 1
+        return self._choice.time * padding(images, lanes(self.dtype)) <= 1
 
     def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run:
-        dtype = torch.float32 if exact else self._dtype
+        dtype = torch.float32 if exact else self.dtype
         graph = blocked_graph(reading.graph, self.module, tokens | self._choice.dense, dtype)
         return type(fx.GraphModule(self.module, graph)).forward  # a function of the module, which it does not keep
+
+
+def blocked_dtype(model: nn.Module) -> torch.dtype:
+    """Return the type of activations in the blocked layout; float32 if no module runs in it."""
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    return next((forward.dtype for forward in forwards if isinstance(forward, BlockedForward)), torch.float32)
 
 
 def blocked_modules(model: nn.Module) -> list[str]:

@@ -30,7 +30,7 @@ ATTRIBUTES = (
 )  # fmt: skip
 
 
-Versions = list[tuple[int, int]] | None
+Versions = list[int] | None
 
 
 def _versions(*tensors: Tensor) -> Versions:
@@ -95,6 +95,11 @@ class PackedLayer(nn.Module):
         # versions of tensors, aliases that keep their memory from other tensors, and what was found for them
         self._checked: tuple[Versions, Tensor] | None = None
         self._kept: tuple[Versions, tuple[Tensor, Tensor], Tensor] | None = None
+
+    @property
+    def of_patches(self) -> ConvShape | None:
+        """The linear layer that the layer is on patches of a plain input; `None` if it has no such form."""
+        return None
 
     @property
     def density(self) -> float:
@@ -300,6 +305,37 @@ class PackedConv2d(PackedLayer):
     """Conv2d with any stride, zero padding, dilation and groups."""
 
     dims = 4
+
+    @property
+    def of_patches(self) -> ConvShape | None:
+        return self.shape.of_patches()
+
+    def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
+        shape = self.of_patches
+        if isinstance(x, Blocked) or shape is None or not library.available() or self.dense_alone():
+            return super().forward(x, border)
+        self._check(x)
+        self.check_values()
+        return self._run_patches(as_float32(x), shape)
+
+    def _run_patches(self, x: Tensor, shape: ConvShape) -> Tensor:
+        """The layer on a plain tensor, as a linear layer on its patches: no layout but torch's is needed."""
+        self.shape.check_channels(x.shape[1])
+        (high, wide), (height, width) = self.shape.kernel, self.shape.output((x.shape[2], x.shape[3]))
+        tiles = x[:, :, : height * high, : width * wide].unflatten(3, (width, wide)).unflatten(2, (height, high))
+        patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)
+        probe = self._active_probe()
+        probe = None if probe is None else probe.flatten(1)
+        sizes = shape.out_channels, shape.in_channels
+        out = linear(patches, self.values, self.bias, self.index, sizes, probe).permute(0, 3, 1, 2)
+        # as torch does, so that code after it may call `view`
+        return out if x.is_contiguous(memory_format=torch.channels_last) else out.contiguous()
+
+    def time_alone(self, images: int = LANES) -> float:
+        shape = self.of_patches
+        if shape is None:
+            return super().time_alone(images)
+        return layer_cost.sparse_on_tokens(shape, self.index.numel())
 
     def dense_forward(self, x: Tensor) -> Tensor:
         s = self.shape

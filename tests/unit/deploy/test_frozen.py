@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from equipoise.deploy.frozen import freeze, is_frozen
 from equipoise.errors import UserError
 from equipoise.kernels import library
+from equipoise.topology.packing import pack
 from sparse_helpers import convolutions, linear, packed_model, sequences
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason())
@@ -157,3 +159,24 @@ def test_a_frozen_model_works_after_an_error() -> None:
         with pytest.raises(UserError):
             frozen(wrong)
     torch.testing.assert_close(frozen(x), model(x))
+
+
+@pytest.mark.parametrize("images", [1, 7, 16, 17, 40, 130])
+def test_a_frozen_model_keeps_the_precision_of_the_packed_one(images: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(400, 10),
+    ).eval()  # fmt: skip
+    masks = {f"{name}.weight": torch.rand_like(model[int(name)].weight) < 0.1 for name in "047"}
+    for name, mask in masks.items():
+        model.get_parameter(name).data *= mask
+    nets = {precision: freeze(pack(model, masks, precision=precision)) for precision in ("float32", "bf16")}
+    assert all(map(is_frozen, nets.values()))
+    x = torch.rand(images, 3, 11, 10)
+    wanted = copy.deepcopy(model).double()(x.double())
+    found = {precision: copy.deepcopy(net)(x) for precision, net in nets.items()}
+    assert torch.allclose(found["float32"].double(), wanted, 1e-4, 1e-5)
+    assert torch.allclose(found["bf16"].double(), wanted, 0.02, 0.02 * float(wanted.detach().abs().max()))
+    assert found["bf16"].dtype is torch.float32
+    assert torch.equal(found["bf16"], found["float32"]) == (images <= 16)

@@ -197,7 +197,8 @@ def test_the_operators_are_registered_completely(lead: tuple[int, ...], biased: 
     third = tensors[2] if biased else None
     torch.library.opcheck(operators.linear.default, (*tensors[:2], third, probe, index, (8, 12)))
     torch.library.opcheck(operators.linear_input_grad.default, (dy, values, index, 12))
-    torch.library.opcheck(operators.linear_weight_grad.default, (inputs, dy, index))
+    for for_dx in (values, None):
+        torch.library.opcheck(operators.linear_grad.default, (inputs, dy, for_dx, index))
 
 
 def test_a_call_does_not_import_the_compiler() -> None:

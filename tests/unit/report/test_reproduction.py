@@ -93,7 +93,7 @@ def test_verdicts_and_numbers(tmp_path: Path) -> None:
     assert row(page, "AGENT with MVR has a higher accuracy than MVR after 40 epochs")[-1] == "inconclusive"
     control = row(page, "Control: AGENT with MVR is better than plain SGD after 40 epochs")
     assert control[-1] == "not tested: SGD has no finished seed"
-    assert page.index("| claim | said to be better") < page.index("| control | said to be better")
+    assert page.index("| claim | claimed to be better") < page.index("| control | claimed to be better")
     assert "| MVR | accuracy, epoch 20 | 62.6 % | 51.0 ± 1.0 % (3) |" in page
     assert "| MVR | 0, 1, 2 | 80.0 ± 10.0 % (3) | 80.0 ± 10.0 % (3) |  | 80 |" in page
     assert (

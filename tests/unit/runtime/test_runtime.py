@@ -80,6 +80,24 @@ def test_scores_are_those_of_the_model(name: str, options: dict[str, Any], tmp_p
     assert load(tmp_path / "net.safetensors")(x.numpy()[:0]).shape == (0, 10)
 
 
+def test_bf16_activations(tmp_path: Path) -> None:
+    network, _ = random_network("resnet18", width=16)
+    path = tmp_path / "net.safetensors"
+    write_packed(network, path)
+    x = images(network, 40)
+    with torch.no_grad():
+        right = equipoise.load(path, dense=True)(x).numpy()
+        loaded = equipoise.load(path, precision="bf16")(x).numpy()
+    net = load(path, precision="bf16")
+    for scores in (net(x.numpy()), loaded):
+        np.testing.assert_allclose(scores, right, rtol=0, atol=0.03 * np.abs(right).max())
+    assert not np.array_equal(net(x.numpy()), load(path)(x.numpy()))
+    assert np.array_equal(net(x.numpy()[:16]), load(path)(x.numpy()[:16]))
+    for loader in (load, equipoise.load):
+        with pytest.raises(UserError, match="precision"):
+            loader(path, precision="half")
+
+
 @pytest.mark.parametrize("values", ["bf16", "int8"])
 def test_rounded_values_are_read_as_by_load(values: str, tmp_path: Path) -> None:
     network, _ = random_network("small")

@@ -345,3 +345,31 @@ def test_denser_layers_stay_sparse_if_their_weights_form_blocks() -> None:
     assert unstructured is not None
     assert not in_blocks.dense_in_blocks
     assert unstructured.dense_in_blocks
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("kernel", "size"), [((4, 4), (12, 8)), ((2, 3), (9, 11))])
+def test_a_convolution_of_patches_is_that_of_torch(
+    kernel: tuple[int, int], size: tuple[int, int], channels_last: bool
+) -> None:
+    torch.manual_seed(0)
+    dense = nn.Conv2d(40, 48, kernel, stride=kernel)
+    mask = torch.rand(dense.weight.shape) < 0.05
+    with torch.no_grad():
+        dense.weight.mul_(mask)
+    layer = packed(dense, mask)
+    assert layer is not None
+    assert layer.how() == "sparse"
+    layer.open_probe()
+    x = torch.randn(3, 40, *size)
+    x = x.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    mine, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    out, expected = layer(mine), dense.double()(exact)
+    assert out.stride() == expected.stride()
+    dy = torch.randn_like(out)
+    out.backward(dy)
+    expected.backward(dy.double())
+    found = (out, mine.grad, layer.values.grad, layer.bias.grad, layer.probe.grad)
+    wanted = (expected, exact.grad, dense.weight.grad[mask], dense.bias.grad, dense.weight.grad)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import charts
 from equipoise.studies.results import result_file, write_result
@@ -74,6 +75,63 @@ def test_a_panel_without_a_run_of_ours_is_left_out(root: Path) -> None:
     write_cpu(root, float32=[(10, 0.8)], sparse=[(5, 0.81)])
     found = charts.time_to_accuracy()
     assert found == {"two CPU cores": {"dense, float32": [(10, 80, 0)], charts.OURS: [(5, 81, 0)]}}
+
+
+def test_on_shared_cores_the_panel_has_processor_time_and_only_recipes_without_overrides(root: Path) -> None:
+    run = {"seed": 0, "accuracy": 0.8, "seconds": 1200, "processor_seconds": 600, "threads": 1}
+    arms = [("sparse, 8", 0.84), ("sparse, 8", 0.86), ("sparse, 8, optimizer.lr=1", 0.1), ("bf16 5", 0.8)]
+    lines = [{**run, "arm": arm, "accuracy": accuracy, "load_after": 3.2} for arm, accuracy in arms]
+    lines += [{**run, "arm": "float32, 5", "accuracy": None, "load_after": 3.2}]
+    (root / "bench" / "results" / "cpu_accuracy.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    name, panel = charts.cpu_points()
+    assert name == "one CPU core, processor time"
+    assert set(panel) == {charts.OURS, "dense, bf16"}
+    assert panel[charts.OURS] == [pytest.approx((10, 85, 2**0.5))]
+
+
+def test_two_panels_are_drawn_side_by_side(root: Path) -> None:
+    write_gpu(root, {"fast, 8 epochs": (0.85, 6.0), "dense, 8 epochs": (0.87, 6.0)})
+    widths = []
+    for minutes in ([], [(5.0, 0.81)]):
+        write_cpu(root, sparse=minutes, float32=[(9, 0.8)])
+        found = charts.time_to_accuracy()
+        assert found is not None
+        charts.draw_time_to_accuracy(found, root / "chart.png", "x")
+        with Image.open(root / "chart.png") as image:
+            widths.append(image.width)
+    assert widths[1] == 2 * widths[0]
+
+
+def test_patterns_are_placed_by_their_speed_and_the_title_names_the_fastest(root: Path) -> None:
+    arms = {
+        "dense": 0.9,
+        "unstructured 50 %": 0.89,
+        "unstructured 90 %": 0.87,
+        "2:4": 0.88,
+        "3:32": 0.86,
+        "16x1 90 %": 0.8,
+    }
+    folder = write_study(root / "results" / "patterns", [*arms, "2:4 AGENT"])
+    for arm, accuracy in arms.items():
+        for seed in (0, 1):
+            value = result_json(arm, seed)
+            value["result"]["test"]["plain"]["accuracy"] = accuracy
+            write_result(result_file(folder, arm, seed), value)
+    assert charts.patterns() is None  # no speeds yet
+    speeds = {"unstructured 50 %": 1.1, "unstructured 90 %": 2.0, "2:4": 1.2, "3:32": 4.0, "1:64": 9.0}
+    text = json.dumps({task: {"speedup": speeds} for task in ("train", "infer")})
+    (root / "bench" / "results" / "patterns-cpu.json").write_text(text)
+    found = charts.patterns()
+    assert found is not None
+    train = found["tasks"]["train"]
+    assert [arm[3] for arm in train["n:m"]] == ["2:4", "3:32"]
+    assert train["n:m"][1][:3] == pytest.approx((4.0, 86.0, 0.0))
+    assert set(train) == {"unstructured", "n:m"}  # the others have no speed
+    assert charts.quickest(found["dense"], train) == (
+        "3:32 trains 4.0 times as fast as dense and ends 4.0 points below it;\n"
+        "single weights at 90 %: 2.0 times as fast, 3.0 points below"
+    )
+    charts.draw_patterns(found, root / "docs" / "patterns.png", "x")
 
 
 def test_the_gpu_panel_has_means_over_runs_and_times_of_runs_alone_on_the_device(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import charts
 import check_figures
 from equipoise.studies.results import result_file, write_result
 from study_helpers import result_json, write_study
@@ -55,6 +57,47 @@ def test_figures_are_those_of_the_result_files(root: Path) -> None:
     assert check_figures.text_of("runs s AGENT SGD") == "3 and 3"
     assert check_figures.text_of("value b.json 0/bytes scale=1e-6 format=.2f") == "2.50"
     assert check_figures.text_of("ratio b.json 0/dense 0/bytes format=.0f") == "4"
+
+
+def test_tables_of_patterns_are_those_of_the_benchmarks(root: Path) -> None:
+    arms = ("2:4", "unstructured 50 %", "16x1 50 %", "fan-in 50 %")
+    folder = write_study(root / "results" / "patterns", list(arms))
+    for i, seed in itertools.product(range(len(arms)), (0, 1)):
+        value = result_json(arms[i], seed)
+        value["epochs"][-1]["scores"]["plain"]["accuracy"] = 0.8 + i / 100
+        write_result(result_file(folder, arms[i], seed), value)
+    assert check_figures.text_of("pattern_accuracies 50=2:4").splitlines()[3:] == [
+        "| single weights | 81.00 ± 0.00 % (2) |",
+        "| n:m | 2:4: 80.00 ± 0.00 % (2) |",
+        "| `16x1` | 82.00 ± 0.00 % (2) |",
+        "| `fan_in` | 83.00 ± 0.00 % (2) |",
+    ]
+    times = [("A wide", 2.0, 1.0), ("A tall", 1.0, 2.0), ("B", 4.0, 5.0)]
+    rows = [
+        {"layer": name, "dense": {"graph": dense, "eager": 9.0}, "2:4": {"graph": sparse, "eager": 18.0}}
+        for name, dense, sparse in times
+    ]
+    (root / "bench" / "results" / "patterns-gpu.json").write_text(json.dumps({"rows": rows}))
+    assert check_figures.text_of("gpu_gains 2:4") == "0.50 to 2.00"
+    assert check_figures.text_of('gpu_gains 2:4 "A tall" B format=.1f') == "0.5 to 0.8"
+    assert check_figures.text_of("gpu_gains 2:4 clock=eager") == "0.50"
+    assert check_figures.text_of("gpu_times dense A") == "1.00 to 2.00"
+    last = check_figures.text_of("gpu_two_to_four").splitlines()[-1]
+    assert last == "| B | 4.000 | 5.000 | 0.80 × | 9.000 | 18.000 | 0.50 × |"
+    with pytest.raises(check_figures.Unknown, match="has no 64x64"):
+        check_figures.text_of("gpu_gains 64x64")
+
+
+def test_readme_begins_with_time_to_accuracy_once_it_was_measured_on_a_cpu(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts, "BENCH", root / "bench" / "results")
+    assert "deploy.png" in check_figures.text_of("first_chart")
+    assert check_figures.text_of("second_chart") == "\n"
+    line = {"arm": "sparse, 8", "seed": 0, "accuracy": 0.8, "seconds": 60}
+    (root / "bench" / "results" / "cpu_accuracy.jsonl").write_text(json.dumps(line) + "\n")
+    assert "time-to-accuracy.png" in check_figures.text_of("first_chart")
+    assert "deploy.png" in check_figures.text_of("second_chart")
 
 
 def test_a_wrong_number_is_named_with_its_line_and_replaced(root: Path) -> None:

@@ -53,9 +53,10 @@ extern const block_kernels eq_blocks_wide, eq_blocks_bf16; /* for the levels 1 a
 
 /* ---- forward ---- */
 
-/* R outputs at P positions of H vectors of words at a time: a vector of inputs is loaded once for R outputs. */
-INLINE void block_rows(const block_work *a, const float *const x[], float *const y[], const bits keep[], int64_t group,
-                       const int R, const int P, const int H, const int half, const int past) {
+/* R outputs at P positions of H vectors of words at a time: a vector of inputs is loaded once for R outputs. With
+ * `keep`, which zeroes the border, positions are words: `left` of them exist. */
+INLINE void block_rows(const block_work *a, const float *const x[], float *const y[], const bits keep[], int64_t left,
+                       int64_t group, const int R, const int P, const int H, const int half, const int past) {
     const int32_t *t0 = a->offset + a->start[group * a->kernel], *end = a->offset + a->start[(group + 1) * a->kernel];
     const int Z = half ? 2 : H; /* vectors of numbers */
     for (int j = 0; j < GROUP; j += R) {
@@ -102,7 +103,7 @@ INLINE void block_rows(const block_work *a, const float *const x[], float *const
                     float *to = y[p] + (row + r) * a->y->sc + i * WORDS;
                     const vec found[2] = {acc[r][p][i], acc[r][p][1]};
                     if (keep)
-                        store(to, where(keep[p], found[0]));
+                        store_some(to, where(keep[p], found[0]), left - p * WORDS);
                     else
                         put(to, found, half, past);
                 }
@@ -115,11 +116,11 @@ INLINE void half_tile(const block_work *a, const float *const x[], float *const 
         const float *from[] = {x[0] + i};
         float *to[] = {y[0] + i};
         if (VECTOR_BYTES == 32)
-            block_rows(a, from, to, NULL, group, EIGHT / 2, 1, 1, 1, 0);
+            block_rows(a, from, to, NULL, 0, group, EIGHT / 2, 1, 1, 1, 0);
         else if (a->stream)
-            block_rows(a, from, to, NULL, group, EIGHT, 1, 1, 1, 1);
+            block_rows(a, from, to, NULL, 0, group, EIGHT, 1, 1, 1, 1);
         else
-            block_rows(a, from, to, NULL, group, EIGHT, 1, 1, 1, 0);
+            block_rows(a, from, to, NULL, 0, group, EIGHT, 1, 1, 1, 0);
     }
 }
 

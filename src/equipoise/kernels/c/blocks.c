@@ -62,9 +62,9 @@ CLONES static void block_tile(const block_work *a, const float *const x[], float
 #define CASE(P)                                                \
     case P:                                                    \
         if (a->stream)                                         \
-            block_rows(a, x, y, NULL, group, 4, P, 2, 0, 1);   \
+            block_rows(a, x, y, NULL, 0, group, 4, P, 2, 0, 1); \
         else                                                   \
-            block_rows(a, x, y, NULL, group, 4, P, 2, 0, 0);   \
+            block_rows(a, x, y, NULL, 0, group, 4, P, 2, 0, 0); \
         break;
     switch (count) { CASE(3) CASE(2) CASE(1) }
 #undef CASE
@@ -162,12 +162,12 @@ void eq_block_conv(const map *x, const map *y, const int32_t *start, const int32
     eq_run(block_job, &a, threads);
 }
 
-/* ---- forward of few images: vectors run along the columns of a plane, see flat.c ---- */
+/* ---- forward of few images: vectors run over the positions of a plane, see flat.c ---- */
 
 CLONES static void flat_tile(const block_work *a, const float *const x[], float *const y[], const bits keep[],
-                             int count, int64_t group) {
+                             int64_t left, int count, int64_t group) {
 #define CASE(P) \
-    case P: block_rows(a, x, y, keep, group, 4, P, 1, 0, 0); break;
+    case P: block_rows(a, x, y, keep, left, group, 4, P, 1, 0, 0); break;
     switch (count) { CASE(6) CASE(5) CASE(4) CASE(3) CASE(2) CASE(1) }
 #undef CASE
 }
@@ -192,23 +192,24 @@ CLONES static void one_position(const block_work *a, const float *x, float *y, i
 static void flat_block_job(const void *work, int part, int parts) {
     const block_work *a = work;
     const map *from = a->x, *to = a->y;
-    const int64_t per_row = (to->w + 7) / 8, vectors = to->n * to->h * per_row, groups = to->c / GROUP;
-    const int64_t strips = (vectors + a->width - 1) / a->width, even = (vectors + strips - 1) / strips;
-    for (int64_t job = strips * groups * part / parts; job < strips * groups * (part + 1) / parts; job++) {
+    const int64_t positions = flat_positions(to), vectors = (positions + WORDS - 1) / WORDS, groups = to->c / GROUP;
+    const int64_t strips = (vectors + a->width - 1) / a->width, even = strips ? (vectors + strips - 1) / strips : 0;
+    const int64_t jobs = to->n * strips * groups;
+    for (int64_t job = jobs * part / parts; job < jobs * (part + 1) / parts; job++) {
         const float *x[MAX_WIDTH];
         float *y[MAX_WIDTH];
         bits keep[MAX_WIDTH];
+        const int64_t n = job / groups / strips, first = job / groups % strips * even;
         int count = 0;
-        for (int64_t p = job / groups * even; p < vectors && count < even; p++, count++) {
-            const int64_t w = p % per_row * 8, h = p / per_row % to->h, n = p / per_row / to->h;
-            x[count] = from->data + n * from->sn + h * from->sh + w;
-            y[count] = to->data + n * to->sn + h * to->sh + w;
-            for (int i = 0; i < 8; i++) keep[count][i] = -(w + i < to->w);
+        for (int64_t p = first; p < vectors && count < even; p++, count++) {
+            x[count] = from->data + n * from->sn + p * WORDS;
+            y[count] = to->data + n * to->sn + p * WORDS;
+            for (int i = 0; i < WORDS; i++) keep[count][i] = -((p * WORDS + i) % to->sh < to->w);
         }
-        if (to->h * to->w == 1 && count == 1)
+        if (positions == 1)
             one_position(a, x[0], y[0], job % groups);
         else if (count)
-            flat_tile(a, x, y, keep, count, job % groups);
+            flat_tile(a, x, y, keep, positions - first * WORDS, count, job % groups);
     }
 }
 

@@ -22,7 +22,7 @@
 #include <immintrin.h>
 #endif
 
-#define EQ_ABI 7 /* raise with any change of a signature or struct, here and in library.py */
+#define EQ_ABI 8 /* raise with any change of a signature or struct, here and in library.py */
 #define LANES 16
 #ifndef STREAM_BYTES
 #define STREAM_BYTES (2 << 20)
@@ -74,6 +74,21 @@ INLINE void stream(float *p, vec v) {
 }
 /* One broadcast; of a list of floats GCC 12 inserts the elements one by one. */
 INLINE vec splat(float a) { return (vec)(((union { float number; int32_t bits; }){a}).bits - (bits){0}); }
+/* Reads the first `count` words only, if that is fewer than a vector has. */
+INLINE vec load_some(const float *p, int64_t count) {
+    if (count >= WORDS) return load(p);
+    vec v = splat(0);
+    for (int i = 0; i < count; i++) v[i] = p[i];
+    return v;
+}
+/* Writes the first `count` words only, if that is fewer than a vector has. */
+INLINE void store_some(float *p, vec v, int64_t count) {
+    if (count >= WORDS) {
+        store(p, v);
+        return;
+    }
+    for (int i = 0; i < count; i++) p[i] = v[i];
+}
 INLINE vec where(bits mask, vec v) { return (vec)(mask & (bits)v); }
 /* relu and larger pass NaN on, as torch does: a diverged run must not look healthy. */
 INLINE vec relu(vec v) { return where(~(v < splat(0)), v); }
@@ -163,6 +178,9 @@ INLINE int streams(const map *m) {
 INLINE float *at(const map *m, int64_t n, int64_t c, int64_t h) {
     return m->data + n * m->sn + c * m->sc + h * m->sh;
 }
+
+/* Positions from the first to the last one of a plane whose columns are neighbours, with the border between its rows. */
+INLINE int64_t flat_positions(const map *m) { return m->h && m->w ? (m->h - 1) * m->sh + m->w : 0; }
 
 /* Does part number `part` of `parts` parts of the work. */
 typedef void (*job)(const void *work, int part, int parts);

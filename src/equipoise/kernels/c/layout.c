@@ -1,17 +1,36 @@
 /* Conversion between plain maps (images, c, h, w) with any steps and the blocked layout. */
 #include "kernels.h"
 
-CLONES void eq_transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows,
-                         int64_t columns) {
-    const int64_t whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
-    for (int64_t i = 0; i < whole_rows; i += 8)
-        for (int64_t j = 0; j < whole_columns; j += 8) {
+#define TILE 16 /* floats in a cache line */
+
+/* Columns j and rows i of up to TILE each, in multiples of 8. */
+INLINE void transpose_tile(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows,
+                           int64_t columns) {
+    for (int64_t i = 0; i < rows; i += 8)
+        for (int64_t j = 0; j < columns; j += 8) {
             vec v[8];
 #pragma GCC unroll 8
             for (int k = 0; k < 8; k++) v[k] = load(from + (i + k) * from_step + j);
             transpose8(v);
 #pragma GCC unroll 8
             for (int k = 0; k < 8; k++) store(to + (j + k) * to_step + i, v[k]);
+        }
+}
+
+INLINE int64_t up_to_tile(int64_t left) { return left < TILE ? left : TILE; }
+
+/* Tile by tile, so that whole cache lines are read and written: rows may be a power of two apart, and few of their
+ * lines then fit into the first-level cache. The inner loop runs along the longer rows. */
+CLONES void eq_transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows,
+                         int64_t columns) {
+    const int64_t whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
+    const int by_rows = from_step >= to_step;
+    const int64_t outer = by_rows ? whole_rows : whole_columns, inner = by_rows ? whole_columns : whole_rows;
+    for (int64_t a = 0; a < outer; a += TILE)
+        for (int64_t b = 0; b < inner; b += TILE) {
+            const int64_t i = by_rows ? a : b, j = by_rows ? b : a;
+            transpose_tile(from + i * from_step + j, from_step, to + j * to_step + i, to_step,
+                           up_to_tile(whole_rows - i), up_to_tile(whole_columns - j));
         }
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; j++)

@@ -36,19 +36,23 @@ static void gather(const float *rows, int64_t channels, chunk c, float *scratch)
 /* ---- forward, and input gradient on the transposed pattern ---- */
 
 typedef struct {
+    const tap *taps;
+    const int32_t *start; /* blocks x rows + 1 */
+    int64_t blocks, rows;
+    const float *bias;
+} product;
+
+typedef struct {
     const float *x;
     float *y;
-    int64_t tokens, in, out, width;
-    const tap *taps;
-    const int32_t *start; /* blocks x out + 1 */
-    int64_t blocks;
-    const float *bias;
+    int64_t tokens, in, width;
+    product product;
     float *scratch; /* in + out channels of a chunk, for each thread */
 } linear_work;
 
-INLINE void linear_rows(const linear_work *a, const float *x, float *y, int64_t block, const int T) {
-    const int32_t *start = a->start + block * a->out;
-    for (int64_t row = 0; row < a->out; row++, y += CHUNK) {
+INLINE void linear_rows(const product *a, const float *x, float *y, int64_t block, const int T) {
+    const int32_t *start = a->start + block * a->rows;
+    for (int64_t row = 0; row < a->rows; row++, y += CHUNK) {
         const tap *k = a->taps + start[row], *stop = a->taps + start[row + 1];
         if (k == stop && block) continue;
         vec acc[VECS];
@@ -66,22 +70,27 @@ INLINE void linear_rows(const linear_work *a, const float *x, float *y, int64_t 
     }
 }
 
-CLONES static void linear_chunk(const linear_work *a, const float *x, float *y, int64_t vecs) {
+CLONES static void linear_chunk(const product *a, const float *x, float *y, int64_t vecs) {
 #define CASE(T) \
     case T: linear_rows(a, x, y, b, T); break;
     for (int64_t b = 0; b < a->blocks; b++) switch (vecs) { FOR_EACH_WIDTH(CASE) }
 #undef CASE
 }
 
+/* Multiplies a chunk and transposes the result back. */
+static void linear_out(const product *a, const float *x, float *scratch, float *y, chunk c) {
+    linear_chunk(a, x, scratch, c.vecs);
+    eq_transpose(scratch, CHUNK, y + c.first * a->rows, a->rows, a->rows, c.count);
+}
+
 static void linear_job(const void *work, int part, int parts) {
     const linear_work *a = work;
     const int64_t chunks = (a->tokens + a->width - 1) / a->width;
-    float *x = a->scratch + part * (a->in + a->out) * CHUNK, *y = x + a->in * CHUNK;
+    float *x = a->scratch + part * (a->in + a->product.rows) * CHUNK;
     for (int64_t i = chunks * part / parts; i < chunks * (part + 1) / parts; i++) {
         const chunk c = chunk_at(i, a->width, a->tokens);
         gather(a->x, a->in, c, x);
-        linear_chunk(a, x, y, c.vecs);
-        eq_transpose(y, CHUNK, a->y + c.first * a->out, a->out, a->out, c.count);
+        linear_out(&a->product, x, x + a->in * CHUNK, a->y, c);
     }
 }
 
@@ -91,16 +100,18 @@ int eq_linear(const float *x, float *y, int64_t tokens, int64_t in, int64_t out,
     float *scratch = eq_scratch(threads * (in + out) * CHUNK * sizeof(float));
     if (!scratch) return 1;
     const int64_t width = chunk_width(tokens, threads);
-    linear_work a = {x, y, tokens, in, out, width, taps, start, blocks, bias, scratch};
+    linear_work a = {x, y, tokens, in, width, {taps, start, blocks, out, bias}, scratch};
     if (tokens) eq_run(linear_job, &a, threads);
     free(scratch);
     return 0;
 }
 
-/* ---- weight gradient, for active weights only ---- */
+/* ---- weight gradient, for active weights only, and input gradient on the same chunks ---- */
 
 typedef struct {
     const float *x, *dy;
+    float *dx; /* NULL if not wanted */
+    product back;
     int64_t tokens, in, out, width;
     const tap *taps;
     const int32_t *start;
@@ -172,16 +183,18 @@ static void linear_grad_job(const void *work, int part, int parts) {
     float *sums = a->sums + part * (a->count + a->out);
     for (int64_t i = chunks * part / parts; i < chunks * (part + 1) / parts; i++) {
         const chunk c = chunk_at(i, a->width, a->tokens);
-        gather(a->x, a->in, c, x);
         gather(a->dy, a->out, c, dy);
+        if (a->dx) linear_out(&a->back, dy, x, a->dx, c); /* before x needs the scratch */
+        gather(a->x, a->in, c, x);
         linear_grad_chunk(a, x, dy, sums, c.vecs);
     }
 }
 
-/* Gradients of the active weights, `order` being the index of each tap among them, and of the bias if wanted. */
+/* Gradients of the active weights, `order` being the index of each tap among them, and of the bias and of x if wanted;
+ * dx needs the taps of the transposed pattern. */
 int eq_linear_grad(const float *x, const float *dy, int64_t tokens, int64_t in, int64_t out, const tap *taps,
                    const int32_t *start, const int32_t *order, int64_t blocks, float *dvalues, float *dbias,
-                   int threads) {
+                   const tap *back_taps, const int32_t *back_start, int64_t back_blocks, float *dx, int threads) {
     const int64_t count = start[blocks * out], each = count + out;
     float *scratch = eq_scratch(threads * (in + out) * CHUNK * sizeof(float));
     float *sums = eq_scratch(threads * each * sizeof(float));
@@ -192,7 +205,8 @@ int eq_linear_grad(const float *x, const float *dy, int64_t tokens, int64_t in, 
     }
     memset(sums, 0, threads * each * sizeof(float)); /* all of it: there may be fewer threads */
     const int64_t width = chunk_width(tokens, threads);
-    linear_grad_work a = {x, dy, tokens, in, out, width, taps, start, blocks, count, scratch, sums};
+    const product back = {back_taps, back_start, back_blocks, in, NULL};
+    linear_grad_work a = {x, dy, dx, back, tokens, in, out, width, taps, start, blocks, count, scratch, sums};
     if (tokens) eq_run(linear_grad_job, &a, threads);
     for (int64_t k = 0; k < each; k++) {
         float s = sums[k];
