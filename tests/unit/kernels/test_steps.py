@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equipoise.errors import UserError
+from equipoise.kernels.blocks import find
 from equipoise.kernels.geometry import ConvShape
 from equipoise.kernels.planes import Planes
-from equipoise.kernels.steps import FEW, KernelSteps, plan
+from equipoise.kernels.steps import FEW, KernelSteps, checked_index, plan
 
 # in channels, out channels, kernel, stride, padding, dilation, groups, height, width
 CONVS = [
@@ -88,6 +89,23 @@ def test_a_convolution_and_one_that_reads_its_border(
     if fits:
         wanted = F.conv2d(wanted, after.double(), None, 1, border)
     assert_close(run(steps, x, end, given), wanted, half)
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize("size", [(3, 3), (5, 9), (16, 16)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_of_blocks(batch: tuple[int, int, bool], size: tuple[int, int], stride: int) -> None:
+    images, lanes, half = batch
+    given, weight, bias = random(images, 5, *size), random(32, 5, 3, 3), random(32)
+    weight.view(2, 16, 45)[(random(2, 45) < 0.7)[:, None].expand(2, 16, 45)] = 0
+    shape = ConvShape(32, 5, (3, 3), (stride, stride), (1, 1))
+    index = weight.flatten().nonzero().flatten().numpy()
+    assert find(shape, checked_index(shape, index)) is not None  # the kernel of blocks is used
+    steps = steps_for(images, lanes, half)
+    x = steps.buffer((5, *size), (1, 1))
+    y = steps.conv(x, shape, index, weight.flatten().numpy()[index], bias.numpy(), relu=True, border=(1, 2))
+    wanted = F.conv2d(rounded(given, half), weight.double(), bias.double(), stride, 1).relu()
+    assert_close(run(steps, x, y, given), wanted, half)
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
