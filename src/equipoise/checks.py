@@ -18,3 +18,13 @@ def require_whole(least: int = 1, **values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def require_precision(precision: str) -> None:
+    """Raise unless activations can have this precision.
+
+    Raises:
+        UserError: If it is neither `float32` nor `bf16`.
+    """
+    if precision not in ("float32", "bf16"):
+        raise UserError(f'precision must be "float32" or "bf16", not {precision!r}')

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.checks import require_precision
 from equipoise.deploy.custom import read_custom
 from equipoise.deploy.frozen import freeze, is_frozen
 from equipoise.deploy.packed_file import read_packed
@@ -45,6 +46,7 @@ def load(
     Raises:
         UserError: If the file is missing, damaged, or does not fit the model, or there is no such precision.
     """
+    require_precision(precision)
     if into is not None:
         model = read_custom(Path(path), into)
         # in another layout a custom forward may fail (`view`), or change a flattened copy in place

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from equipoise.checks import require_precision
 from equipoise.config import build, convert
 from equipoise.errors import UserError
 from equipoise.kernels import library
@@ -50,8 +51,7 @@ def load(path: str | os.PathLike[str], threads: int | None = None, precision: st
         raise UserError(f"the CPU kernels are not available: {library.reason()}")
     if threads is not None and threads < 1:
         raise UserError(f"threads={threads}: at least 1")
-    if precision not in ("float32", "bf16"):
-        raise UserError(f'precision must be "float32" or "bf16", not {precision!r}')
+    require_precision(precision)
     try:
         calls = build(Calls, convert(header["program"], dict[str, Any], "program"), "program")
         calls.check()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from equipoise.checks import require_precision
 from equipoise.errors import UserError
 from equipoise.kernels.boundary import lanes
 from equipoise.kernels.library import available
@@ -63,8 +64,7 @@ def add_shortcuts(model: nn.Module, precision: str = "float32") -> nn.Module:
     Raises:
         UserError: If there is no such precision.
     """
-    if precision not in PRECISIONS:
-        raise UserError(f'precision must be "float32" or "bf16", not {precision!r}')
+    require_precision(precision)
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and any(
             isinstance(part, PackedLayer) for part in encoder.modules()

@@ -96,6 +96,8 @@ def test_bf16_activations(tmp_path: Path) -> None:
     for loader in (load, equipoise.load):
         with pytest.raises(UserError, match="precision"):
             loader(path, precision="half")
+    with pytest.raises(UserError, match="precision"):
+        equipoise.load(path, dense=True, precision="half")
 
 
 @pytest.mark.parametrize("values", ["bf16", "int8"])
