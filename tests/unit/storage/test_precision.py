@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equipoise.deploy.frozen import freeze, is_frozen
 from equipoise.errors import UserError
 from equipoise.kernels import library
 from equipoise.models.resnet import resnet18
@@ -133,15 +132,6 @@ def test_residual_networks_train() -> None:
         losses.append(float(loss.detach()))
     assert saved_types(mine, x) == {torch.bfloat16}
     assert losses[-1] < 0.5 * losses[0]
-
-
-def test_a_frozen_model_computes_in_float32() -> None:
-    model = pack(net(), masks(net()), precision="bf16").eval()
-    x = torch.rand(20, 3, 8, 8)
-    frozen = freeze(model)
-    assert is_frozen(frozen)
-    exact = dense(net()).eval()(x.double())
-    torch.testing.assert_close(frozen(x).double(), exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "auto", None])
