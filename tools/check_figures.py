@@ -211,11 +211,17 @@ def ratio(file: str, first: str, second: str, format: str = ".1f") -> str:
 
 @figure
 def pattern_speeds(file: str, *sparsities: str) -> str:
-    """Speed-up over dense float32 on a CPU by task, pattern and sparsity, from bench/patterns_cpu.py."""
-    tasks = {"train": "training step", "infer": "inference of 128", "infer 1": "inference of 1"}
+    """Speed-up over dense float32 on a CPU by task, activations, pattern and sparsity, from bench/patterns_cpu.py."""
+    arms = {
+        ("train", ""): "training step, float32",
+        ("train", " bf16"): "training step, bf16",
+        ("infer", ""): "inference of 128, float32",
+        ("infer", " bf16"): "inference of 128, bf16",
+        ("infer 1", ""): "inference of 1, float32",
+    }
     rows = [
-        [f"{told}, {name}", *(f"{at(file, f'{task}/speedup/{pattern} {p} %'):.1f} ×" for p in sparsities)]
-        for task, told in tasks.items()
+        [f"{told}, {name}", *(f"{at(file, f'{task}/speedup/{pattern} {p} %{form}'):.1f} ×" for p in sparsities)]
+        for (task, form), told in arms.items()
         for pattern, name in PATTERNS.items()
         if pattern != "n:m"
     ]
