@@ -20,9 +20,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     with _temporary_file(path) as temporary:
-        mode = os.stat(temporary).st_mode
         yield temporary
-        os.chmod(temporary, mode)  # safetensors makes its files readable by the owner only
         flush(temporary)
         os.replace(temporary, path)
     flush(path.parent)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from equipoise.catalogue import Catalogue
 from equipoise.deploy import onnx_model
 from equipoise.deploy.blueprint import Network
@@ -20,6 +18,7 @@ from equipoise.deploy.packed_file import write_packed, written
 from equipoise.deploy.two_to_four import check_gpu, write_semi_structured
 from equipoise.errors import UserError
 from equipoise.scores import SCORES
+from equipoise.tensor_files import save_file
 
 
 def write_onnx(network: Network, path: Path) -> None:
@@ -32,7 +31,7 @@ def write_onnx(network: Network, path: Path) -> None:
 def write_state_dict(network: Network, path: Path) -> None:
     """Write the state_dict with its usual keys and norms as trained, for `load_state_dict`."""
     network.build()  # raises if the weights do not fit the model
-    save_file(dict(network.state), path, metadata={"network": json.dumps(asdict(network.blueprint))})
+    save_file(network.state, path, metadata={"network": json.dumps(asdict(network.blueprint))})
 
 
 FORMATS: Catalogue[Callable[..., None]] = Catalogue(

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from equipoise.catalogue import names_code
@@ -33,6 +32,7 @@ from equipoise.models import MODELS
 from equipoise.runtime.calls import PREFIX
 from equipoise.runtime.indices import INDICES
 from equipoise.runtime.packed_arrays import KEY, VERSION, checksum
+from equipoise.tensor_files import save_file
 
 WEIGHTS = "equipoise-weights"  # weights of a custom model: see `custom`
 

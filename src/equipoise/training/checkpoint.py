@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from equipoise.errors import UserError
 from equipoise.files import flush, temporary_name, written_whole
+from equipoise.tensor_files import save_file
 
 VERSION = 2
 
