@@ -188,6 +188,27 @@ def test_a_diverged_activation_stays_visible() -> None:
     assert torch.equal(out.isfinite(), F.max_pool2d(x.relu(), 2).isfinite())
 
 
+@pytest.mark.parametrize("cell", range(4))
+def test_every_nan_of_a_window_stays_visible(cell: int) -> None:
+    x = torch.ones(64, 1, 2, 2)
+    x[7, 0].view(-1)[cell] = float("nan")
+    assert torch.equal(from_blocked(operators.max_pool(half(x)))[:, 0, 0, 0].isnan(), torch.arange(64) == 7)
+
+
+@pytest.mark.parametrize("images", [64, 70])
+@pytest.mark.parametrize("mean", [0.0, 24.0, 3072.0])
+def test_variance_does_not_cancel(mean: float, images: int) -> None:
+    """Two neighbouring bf16 numbers far from zero, whose squares differ in digits that float32 does not have."""
+    torch.manual_seed(0)
+    spacing = 2.0**-7 * max(mean / 1.5, 1)
+    x = (mean + spacing * torch.randint(2, (images, 3, 8, 8))).double()
+    assert torch.equal(x.to(BF16).double(), x)
+    running = torch.zeros(3), torch.zeros(3)
+    operators.fused(half(x.float()), Fused(BATCH, momentum=1.0), None, None, running)
+    torch.testing.assert_close(running[0].double(), x.mean((0, 2, 3)), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(running[1].double(), x.var((0, 2, 3)), rtol=1e-3, atol=0)
+
+
 def test_sums_are_float32() -> None:
     """A bf16 sum of ones would end at 256."""
     shape = ConvShape(1, 1024)

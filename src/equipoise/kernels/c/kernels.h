@@ -90,18 +90,23 @@ INLINE void store_some(float *p, vec v, int64_t count) {
     for (int i = 0; i < count; i++) p[i] = v[i];
 }
 INLINE vec where(bits mask, vec v) { return (vec)(mask & (bits)v); }
+/* The result of a comparison: one bit for each number if the machine has masks, else a word of ones or zeros. */
+#if VECTOR_BYTES == 64 && defined(__AVX512BF16__)
+typedef __mmask16 flags;
+INLINE flags above(vec a, vec b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ); }
+INLINE flags unordered(vec a, vec b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q); }
+INLINE vec pick(flags f, vec yes, vec no) { return (vec)_mm512_mask_blend_ps(f, (__m512)no, (__m512)yes); }
+INLINE vec only(flags f, vec v) { return (vec)_mm512_maskz_mov_ps(f, (__m512)v); }
+#else
+typedef bits flags;
+INLINE flags above(vec a, vec b) { return a > b; }
+INLINE flags unordered(vec a, vec b) { return (a != a) | (b != b); }
+INLINE vec pick(flags f, vec yes, vec no) { return (vec)((f & (bits)yes) | (~f & (bits)no)); }
+INLINE vec only(flags f, vec v) { return where(f, v); }
+#endif
 /* relu and larger pass NaN on, as torch does: a diverged run must not look healthy. */
 INLINE vec relu(vec v) { return where(~(v < splat(0)), v); }
-INLINE vec larger(vec a, vec b) {
-    const bits a_wins = (a > b) | (a != a);
-    return (vec)((a_wins & (bits)a) | (~a_wins & (bits)b));
-}
-INLINE float sum(vec v) {
-    float s = 0;
-    for (int i = 0; i < WORDS; i++) s += v[i];
-    return s;
-}
-
+INLINE vec larger(vec a, vec b) { return pick(above(a, b) | unordered(a, a), a, b); }
 /* The numbers of the even (`odd` = 0) or odd images in a vector of words. Words of floats have even images only. */
 INLINE vec take(const float *p, const int odd, const int half) {
     if (!half) return load(p);
@@ -146,6 +151,13 @@ INLINE sum8 eight(vec v) {
 typedef int32_t order8 __attribute__((vector_size(32)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (order8){__VA_ARGS__})
 #endif
+
+INLINE float sum(vec v) {
+    typedef float quad __attribute__((vector_size(16)));
+    const union { sum8 v; quad halves[2]; } u = {eight(v)};
+    const quad four = u.halves[0] + u.halves[1];
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
 
 INLINE void transpose8(sum8 v[8]) {
     sum8 a[8], b[8];

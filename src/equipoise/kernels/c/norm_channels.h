@@ -19,6 +19,9 @@ typedef struct {
     float *dgamma, *dbeta;
 } norm_work;
 
+/* Whether every lane of a block holds an image of the batch. */
+INLINE int is_full(const norm_work *a, int64_t n, const int half) { return ((n + 1) * LANES) << half <= a->images; }
+
 /* 1 in lanes that hold an image of the batch, by vector of words and by even or odd image. */
 INLINE void real_lanes(const norm_work *a, int64_t n, vec lanes[PARTS][2], const int half) {
     for (int j = 0; j < PARTS; j++)
@@ -29,31 +32,68 @@ INLINE void real_lanes(const norm_work *a, int64_t n, vec lanes[PARTS][2], const
         }
 }
 
-/* Mean and variance of a channel, from sums shifted by its first value to avoid cancellation. */
-INLINE void statistics(const norm_work *a, int64_t c, double *mean, double *var, const int half) {
-    const float *origin = a->y.data + c * a->y.sc;
-    const float shift = half ? take(origin, 0, 1)[0] : *origin;
-    const vec s = splat(shift);
-    double first = 0, second = 0;
+typedef struct {
+    vec one[2], two[2]; /* sums of values and of squares: two chains each, to hide the latency */
+} moments;
+
+/* Adds a vector of values, or of values less `shift` in the lanes of images. */
+INLINE void add_moments(moments *m, int chain, const float *p, vec shift, vec lanes[PARTS][2], const int half) {
+    for (int j = 0; j < (half ? PARTS : 1); j++) { /* pairs: all words, or even and odd images of some */
+        const float *q = p + j * WORDS, *r = half ? q : q + WORDS;
+        const vec u = (take(q, 0, half) - shift) * lanes[j][0];
+        const vec v = (take(r, 1, half) - shift) * (half ? lanes[j][1] : lanes[PARTS - 1][0]);
+        m->one[chain] += u + v;
+        m->two[chain] += u * u + v * v;
+    }
+}
+
+#if VECTOR_BYTES == 64 && defined(__AVX512BF16__)
+/* The same without shift, by dot products of bf16 pairs. */
+INLINE void add_dots(moments *m, int chain, const float *p) {
+    const __m512bh pairs = (__m512bh)load(p), ones = (__m512bh)((words){0} + 0x3f803f80u);
+    m->one[chain] = (vec)_mm512_dpbf16_ps((__m512)m->one[chain], pairs, ones);
+    m->two[chain] = (vec)_mm512_dpbf16_ps((__m512)m->two[chain], pairs, pairs);
+}
+#else
+INLINE void add_dots(moments *m, int chain, const float *p) {}
+#endif
+
+/* Sums of a channel. With `dots` all blocks but the last one may be added by dot products. */
+INLINE void sum_moments(const norm_work *a, int64_t c, vec shift, const int dots, double *first, double *second,
+                        const int half) {
+    *first = *second = 0;
     for (int64_t n = 0; n < a->y.n; n++) {
-        vec lanes[PARTS][2], one = splat(0), two = splat(0);
+        moments m = {0};
+        vec lanes[PARTS][2];
         real_lanes(a, n, lanes, half);
         for (int64_t h = 0; h < a->y.h; h++) {
-            const float *p = at(&a->y, n, c, h);
-            for (int64_t i = 0; i < a->y.w * LANES; i += LANES) {
-                for (int j = 0; j < (half ? PARTS : 1); j++) { /* pairs: all words, or even and odd images of some */
-                    const float *q = p + i + j * WORDS, *r = half ? q : q + WORDS;
-                    const vec u = (take(q, 0, half) - s) * lanes[j][0];
-                    const vec v = (take(r, 1, half) - s) * (half ? lanes[j][1] : lanes[PARTS - 1][0]);
-                    one += u + v;
-                    two += u * u + v * v;
-                }
-            }
+            const float *p = at(&a->y, n, c, h), *end = p + a->y.w * LANES;
+            for (; p + LANES < end; p += 2 * LANES)
+                for (int i = 0; i < 2; i++)
+                    dots ? add_dots(&m, i, p + i * LANES) : add_moments(&m, i, p + i * LANES, shift, lanes, half);
+            if (p < end) dots ? add_dots(&m, 0, p) : add_moments(&m, 0, p, shift, lanes, half);
         }
-        first += sum(one);
-        second += sum(two);
+        *first += sum(m.one[0] + m.one[1]);
+        *second += sum(m.two[0] + m.two[1]);
     }
+}
+
+#define STEEP 100 /* square of the mean, in variances, above which unshifted sums cancel too much */
+
+/* Mean and variance of a channel, from sums shifted by its first value to avoid cancellation. Dot products of bf16
+ * numbers cannot be shifted; they are tried first, and kept if the mean is small. */
+INLINE void statistics(const norm_work *a, int64_t c, double *mean, double *var, const int half) {
     const double count = (double)a->images * a->y.h * a->y.w;
+    double first, second;
+    if (half && VECTOR_BYTES == 64 && is_full(a, a->y.n - 1, half)) {
+        sum_moments(a, c, splat(0), 1, &first, &second, half);
+        *mean = first / count;
+        *var = second / count - *mean * *mean;
+        if (*mean * *mean < STEEP * *var) return;
+    }
+    const float *origin = a->y.data + c * a->y.sc;
+    const float shift = half ? take(origin, 0, 1)[0] : *origin;
+    sum_moments(a, c, splat(shift), 0, &first, &second, half);
     *mean = shift + first / count;
     *var = second / count - first / count * (first / count);
     if (*var < 0) *var = 0;
@@ -81,10 +121,18 @@ INLINE void prepare(const norm_work *a, int64_t c, float *scale, float *shift, c
     *shift = (a->beta ? a->beta[c] : 0) - a->mean[c] * *scale;
 }
 
-INLINE void apply(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift, const int half, const int past) {
-    const int step = a->pool ? 2 * LANES : LANES;
+/* The largest of four vectors; NaN if one is NaN. */
+INLINE vec largest(vec a, vec b, vec c, vec d) {
+    const flags nan = unordered(a, b) | unordered(c, d);
+    const vec left = pick(above(a, b), a, b), right = pick(above(c, d), c, d);
+    return pick(nan, splat(NAN), pick(above(left, right), left, right));
+}
+
+INLINE void apply_to_plane(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift, const int pool,
+                           const int half, const int past) {
+    const int step = pool ? 2 * LANES : LANES;
     for (int64_t h = 0; h < a->out.h; h++) {
-        const float *p = at(&a->y, n, c, a->pool ? 2 * h : h), *below = p + a->y.sh;
+        const float *p = at(&a->y, n, c, pool ? 2 * h : h), *below = p + a->y.sh;
         const float *r = a->residual.data ? at(&a->residual, n, c, h) : NULL;
         float *q = at(&a->out, n, c, h);
         for (int64_t i = 0; i < a->out.w; i++) {
@@ -93,11 +141,10 @@ INLINE void apply(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift
                 vec z[2];
                 for (int e = 0; e <= half; e++) {
                     z[e] = scale * take(s, e, half) + shift;
-                    if (a->pool) {
-                        z[e] = larger(z[e], scale * take(s + LANES, e, half) + shift);
-                        const vec left = scale * take(t, e, half) + shift;
-                        z[e] = larger(z[e], larger(left, scale * take(t + LANES, e, half) + shift));
-                    }
+                    if (pool)
+                        z[e] = largest(z[e], scale * take(s + LANES, e, half) + shift,
+                                       scale * take(t, e, half) + shift,
+                                       scale * take(t + LANES, e, half) + shift);
                     if (r) z[e] += take(r + i * LANES + j, e, half);
                     if (a->relu) z[e] = relu(z[e]);
                 }
@@ -105,6 +152,11 @@ INLINE void apply(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift
             }
         }
     }
+}
+
+INLINE void apply(const norm_work *a, int64_t n, int64_t c, vec scale, vec shift, const int half, const int past) {
+    a->pool ? apply_to_plane(a, n, c, scale, shift, 1, half, past)
+            : apply_to_plane(a, n, c, scale, shift, 0, half, past);
 }
 
 INLINE void norm_channel_of(const norm_work *a, int64_t c, const int half) {
@@ -116,31 +168,34 @@ INLINE void norm_channel_of(const norm_work *a, int64_t c, const int half) {
              : apply(a, n, c, splat(scale), splat(shift), half, 0);
 }
 
-/* A vector of one position, or of a 2x2 window: values y and the gradient that reaches each of them. */
+/* A vector of one position, or of a 2x2 window: values y, the one that was the largest, and the gradient it gets. */
 typedef struct {
-    vec y[4], g[4];
+    vec y[4], top, got;
+    flags won[4]; /* the first of equal values wins, as in torch */
 } window;
 
 INLINE window look(const norm_work *a, const float *y, const float *g, const float *r, vec scale, vec shift,
                    const int cells, const int e, const int half) {
     const int64_t cell[4] = {0, LANES, a->y.sh, a->y.sh + LANES};
     window v;
-    vec z[4];
-    for (int i = 0; i < cells; i++) {
+    v.top = v.y[0] = take(y, e, half);
+    vec best = scale * v.y[0] + shift;
+    for (int i = 1; i < cells; i++) {
         v.y[i] = take(y + cell[i], e, half);
-        z[i] = scale * v.y[i] + shift;
+        const vec z = scale * v.y[i] + shift;
+        v.won[i] = above(z, best);
+        v.top = pick(v.won[i], v.y[i], v.top);
+        best = pick(v.won[i], z, best);
     }
-    vec top = z[0], got = take(g, e, half);
-    for (int i = 1; i < cells; i++) top = larger(z[i], top);
-    vec after = top;
-    if (r) after += take(r, e, half);
-    if (a->relu) got = where(after > splat(0), got);
-    bits open = top == top;
-    for (int i = 0; i < cells; i++) { /* the first of equal values gets the gradient, as in torch */
-        const bits mine = open & (z[i] == top);
-        v.g[i] = where(mine, got);
-        open &= ~mine;
+    if (cells == 4) {
+        v.won[2] &= ~v.won[3];
+        v.won[0] = v.won[2] | v.won[3];
+        v.won[1] &= ~v.won[0];
+        v.won[0] = ~(v.won[0] | v.won[1]);
     }
+    if (r) best += take(r, e, half);
+    v.got = take(g, e, half);
+    if (a->relu) v.got = only(above(best, splat(0)), v.got);
     return v;
 }
 
@@ -150,8 +205,9 @@ typedef struct {
 } channel_state;
 
 /* One plane: sums in the first pass, dy in the second (`write`). */
-INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *k, int write, const int cells,
+INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *k, const int write, const int cells,
                        const int half, const int past) {
+    const int masked = !is_full(a, n, half);
     const int64_t target[4] = {0, LANES, a->dy.sh, a->dy.sh + LANES};
     const int64_t side = cells == 4 ? 2 : 1;
     for (int64_t h = 0; h < a->dout.h; h++) {
@@ -165,17 +221,17 @@ INLINE void back_plane(const norm_work *a, int64_t n, int64_t c, channel_state *
                 vec d[4][2], got[2];
                 for (int e = 0; e <= half; e++) {
                     const window v = look(a, y + yo, g + o, r ? r + o : NULL, k->scale, k->shift, cells, e, half);
-                    for (int j = 0; j < cells; j++) {
-                        const vec centred = v.y[j] - k->mean;
-                        if (write) {
-                            d[j][e] = k->by_g * v.g[j] + k->by_y * centred + k->constant;
-                            d[j][e] = d[j][e] * k->lanes[part][e];
-                        } else {
-                            k->sum_g[part & half][e] += v.g[j];
-                            k->sum_gy[part & half][e] += v.g[j] * centred;
-                        }
+                    got[e] = v.got;
+                    if (!write) {
+                        k->sum_g[part & half][e] += v.got;
+                        k->sum_gy[part & half][e] += v.got * (v.top - k->mean);
+                        continue;
                     }
-                    got[e] = v.g[0];
+                    for (int j = 0; j < cells; j++) {
+                        const vec rest = k->by_y * (v.y[j] - k->mean) + k->constant;
+                        d[j][e] = k->by_g * (cells == 4 ? only(v.won[j], v.got) : v.got) + rest;
+                        if (masked) d[j][e] *= k->lanes[part][e];
+                    }
                 }
                 for (int j = 0; write && j < cells; j++) put(dy + yo + target[j], d[j], half, past);
                 if (dr) put(dr + o, got, half, 0);
