@@ -21,6 +21,11 @@ def test_a_sample_of_calls_under_all_sanitizers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_sample_of_calls_in_wide_vectors(tmp_path: Path) -> None:
+    assert sanitize(calls=200, runs=5, seed=1, folder=tmp_path).failures == []
+
+
+@pytest.mark.slow
 def test_a_kernel_that_leaves_its_memory_is_reported(tmp_path: Path) -> None:
     done = address_sanitizer(0, 0, tmp_path, "canary")
     assert done.returncode

@@ -11,7 +11,7 @@ from typing import Any
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 8  # EQ_ABI in kernels.h
+ABI = 9  # EQ_ABI in kernels.h
 LANES = 16  # words of 4 bytes side by side: the numbers of 16 images in float32, of 32 in bf16
 CHUNK = 64  # of tokens, in linear.c
 
@@ -80,6 +80,8 @@ _MAP = POINTER(Map)
 _SIGNATURES: dict[str, list[Any]] = {
     "eq_conv": [_MAP, _MAP, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32, c_int32],
     "eq_conv_grad": [_MAP, _MAP, *[c_void_p] * 3, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32],
+    "eq_conv_back": [_MAP, _MAP, _MAP, *[c_void_p] * 3, c_int64, c_int64, c_void_p, c_void_p, c_int32],
+    "eq_level": [],
     "eq_linear": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int64, c_void_p, c_int32],
     "eq_linear_grad": [
         *[c_void_p] * 2,
@@ -108,13 +110,14 @@ _SIGNATURES: dict[str, list[Any]] = {
 _ALLOCATING = {
     "eq_conv",
     "eq_conv_grad",
+    "eq_conv_back",
     "eq_block_input_grad",
     "eq_linear",
     "eq_linear_grad",
     "eq_pattern",
     "eq_program",
 }
-_RESULTS = {"eq_find_blocks": c_int64}
+_RESULTS = {"eq_find_blocks": c_int64, "eq_level": c_int32}
 
 
 @functools.cache
@@ -181,6 +184,12 @@ def load() -> ctypes.CDLL:
     if isinstance(found, str):
         raise UserError(f"the CPU kernels are not available ({found}); use masked storage instead")
     return found
+
+
+@functools.cache
+def has_bf16() -> bool:
+    """Return whether library and machine have the instructions of AVX512-BF16."""
+    return bool(load().eq_level() == 2)
 
 
 def threads() -> int:

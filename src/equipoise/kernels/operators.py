@@ -116,6 +116,44 @@ def weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[Te
     return dvalues, dbias
 
 
+def both_grads(
+    x: Tensor, dy: Tensor, values: Tensor, pattern: Pattern, bias: bool, border: Border
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of the input, of the active weights and of the bias of a blocked convolution.
+
+    Args:
+        x: The input.
+        dy: The gradient of the output.
+        values: Active weights.
+        pattern: Their pattern.
+        bias: Whether there is a bias.
+        border: Zeros to put around the gradient of the input.
+    """
+    shape = pattern.shape
+    if not boundary.is_half(x, dy) or shape.stride != (1, 1) or pattern.blocks is not None or not library.has_bf16():
+        return input_grad(dy, values, pattern, x.shape, border), *weight_grad(x, dy, pattern, bias)
+    dx = arena.take((x.shape[0], x.shape[1], x.shape[2], x.shape[3]), border, dy.dtype)
+    dy = arena.with_border(dy, shape.grad_border((x.shape[2], x.shape[3])))
+    dvalues = torch.empty(values.numel())
+    dbias = torch.empty(shape.out_channels) if bias else None
+    with pattern.lend(transposed=True) as taps:
+        taps.load(values, *boundary.plane_steps(dy))
+        library.load().eq_conv_back(
+            byref(boundary.describe(x)),
+            byref(boundary.describe_source(dy, dx.shape, shape.stride, taps.reach[0])),
+            byref(boundary.describe(dx)),
+            taps.address,
+            taps.sorted.start_at(),
+            taps.sorted.order_at,
+            taps.sorted.blocks,
+            taps.reach_in_plane,
+            boundary.address(dvalues, taps.sorted.count, "gradient of the weights"),
+            boundary.address(dbias, shape.out_channels, "gradient of the bias"),
+            library.threads(),
+        )
+    return dx, dvalues, dbias
+
+
 def dense_weight_grad(x: Tensor, dy: Tensor, shape: ConvShape) -> Tensor:
     """Return the gradient of active and inactive weights, of plain images, by torch."""
     size = (shape.out_channels, shape.in_channels // shape.groups, *shape.kernel)
@@ -156,9 +194,12 @@ class _Conv(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, values = ctx.saved_tensors
         dx = dvalues = dbias = dprobe = None
-        if ctx.needs_input_grad[0]:
+        of_weights = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        if ctx.needs_input_grad[0] and of_weights:
+            dx, dvalues, dbias = both_grads(x, dy, values, ctx.pattern, ctx.has_bias, ctx.grad_border)
+        elif ctx.needs_input_grad[0]:
             dx = input_grad(dy, values, ctx.pattern, x.shape, ctx.grad_border)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+        elif of_weights:
             dvalues, dbias = weight_grad(x, dy, ctx.pattern, ctx.has_bias)
         if ctx.needs_input_grad[3]:
             dprobe = dense_weight_grad(unblock(x, ctx.images), unblock(dy, ctx.images), ctx.pattern.shape).view(

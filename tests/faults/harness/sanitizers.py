@@ -15,8 +15,10 @@ HERE = Path(__file__).parent
 SOURCE = HERE.parents[2] / "src"
 REPORTS = ("AddressSanitizer", "runtime error:", "ThreadSanitizer", "LeakSanitizer")
 # Without clones: their resolvers run before a sanitizer is ready. Small maps bypass the caches, like large ones.
-FLAGS = "-O0 -g -DEQ_NO_CLONES -DSTREAM_BYTES=4096 -mavx2 -mfma"
-BATCH = 500  # calls in one process
+FLAGS = "-O0 -g -DEQ_NO_CLONES -DSTREAM_BYTES=4096"
+NARROW, WIDE = "-mavx2 -mfma", "-march=x86-64-v4 -mavx512bf16"
+BATCH, TURN = 500, 100  # calls, and concurrent runs, in one process
+SEED = 1_000_000  # the first call of a process is counted from here for every seed
 LIMIT = 1200  # seconds for one process
 
 
@@ -53,11 +55,11 @@ def sanitize(calls: int, runs: int, seed: int, folder: Path, tally: Sanitized | 
     """
     tally = tally or Sanitized()
     for first in range(0, calls, BATCH):
-        number = seed * 1_000_000 + first
+        number = seed * SEED + first
         _collect("AddressSanitizer and UBSan", address_sanitizer(min(BATCH, calls - first), number, folder), tally)
-    for first in range(0, runs, BATCH // 5):
-        number = seed * 1_000_000 + first
-        _collect("ThreadSanitizer", thread_sanitizer(min(BATCH // 5, runs - first), number, folder), tally)
+    for first in range(0, runs, TURN):
+        number = seed * SEED + first
+        _collect("ThreadSanitizer", thread_sanitizer(min(TURN, runs - first), number, folder), tally)
     return tally
 
 
@@ -83,6 +85,13 @@ def thread_sanitizer(count: int, seed: int, folder: Path, *words: str) -> subpro
     return _python("harness.concurrent_calls", count, seed, words, folder, "-fsanitize=thread", preload, options)
 
 
+def _vectors(seed: int) -> str:
+    """Flags of the vectors in a process: narrow and wide ones in turn, if the machine has both."""
+    information = Path("/proc/cpuinfo")
+    has_wide = information.exists() and "avx512_bf16" in information.read_text().split()
+    return WIDE if has_wide and (seed // TURN + seed // SEED) % 2 else NARROW
+
+
 def _runtime(name: str) -> str:
     """Path of a library of gcc; empty if there is none."""
     done = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
@@ -97,7 +106,7 @@ def _python(
         **{key: value for key, value in os.environ.items() if key != "EQUIPOISE_KERNELS"},
         **options,
         "EQUIPOISE_CACHE": str(folder),
-        "EQUIPOISE_CFLAGS": f"{FLAGS} {flags}",
+        "EQUIPOISE_CFLAGS": f"{FLAGS} {_vectors(seed)} {flags}",
         "EQUIPOISE_HUGE_PAGES": "off",  # every buffer is a separate allocation
         "LD_PRELOAD": " ".join(preload),
         "OMP_NUM_THREADS": "1",

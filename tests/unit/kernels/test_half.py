@@ -244,6 +244,35 @@ def test_same_bits_every_time_at_a_number_of_threads(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("density", "size", "padding"), [(0.02, 14, 1), (0.4, 14, 0), (0.2, 3, 1), (0.2, 5, 2)])
+def test_both_gradients_in_one_pass(density: float, size: int, padding: int, threads: int) -> None:
+    """Threads divide tiles if there are few taps and many positions, else channels; many taps form several blocks."""
+    torch.manual_seed(1)
+    shape = ConvShape(48, 40, (3, 3), (1, 1), (padding, padding))
+    index = (torch.rand(shape.weight_numel) < density).nonzero().flatten()
+    x, weight = rounded(70, 40, size, size), torch.zeros(48, 40, 3, 3).double()
+    weight.view(-1)[index] = torch.randn(index.numel()).double()
+    dy = rounded(70, 48, *shape.output((size, size)))
+    xd, wd = leaf(x), leaf(weight)
+    F.conv2d(xd, wd, padding=padding).backward(dy)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        border = shape.grad_border((size, size))
+        gradient, values = half(dy.float(), border).data, weight.view(-1)[index].float()
+        arguments = (half(x.float()).data, gradient, values, Pattern(shape, index), True, (1, 0))
+        dx, dvalues, dbias = operators.both_grads(*arguments)
+    finally:
+        torch.set_num_threads(before)
+    assert arena.has_border(dx, (1, 0))
+    assert_rounded_once(from_blocked(Blocked(dx, 70)), grad(xd), 48 * 9)
+    torch.testing.assert_close(dvalues.double(), grad(wd).flatten()[index], rtol=1e-4, atol=2e-3)
+    assert dbias is not None
+    torch.testing.assert_close(dbias.double(), dy.sum((0, 2, 3)), rtol=1e-4, atol=2e-3)
+
+
 def test_average_pool_and_flatten() -> None:
     torch.manual_seed(0)
     x, images = rounded(40, 3, 6, 6), 40

@@ -1,40 +1,11 @@
 /* Sparse convolution: forward, input gradient, weight gradient on active weights. */
 #include "conv_tiles.h"
 
-#define CACHED_SUMS (1 << 20) /* bytes of sums that stay in the second-level cache */
-
 /* A wide tile saves work per tap. A narrow tile keeps more planes in cache and is faster if there are many. */
 static int64_t tile_width(const map *x, int64_t taps, int64_t rows, int half, int level) {
     if (half) return level ? MAX_TILE : eq_accumulators() / 4;
     const int64_t most = eq_accumulators() / 2;
     return most > 4 && (x->c > 128 || taps < 64 * rows) ? 4 : most;
-}
-
-/* Positions in tile i. */
-static int tile_at(int64_t i, int64_t width, int64_t positions) {
-    const int64_t left = positions - i * width;
-    return left < width ? left : width;
-}
-
-INLINE void set_tile(tile *t, const map *x, const map *y, int64_t first, int count) {
-    t->row = 1;
-    for (int i = 0; i < count; i++) {
-        int64_t p = first + i, w = p % y->w, h = p / y->w % y->h, n = p / y->w / y->h;
-        t->x[i] = x->data + n * x->sn + h * x->sh + w * x->sw;
-        t->y[i] = y->data + n * y->sn + h * y->sh + w * y->sw;
-        t->block = n;
-        t->row &= t->x[i] - t->x[0] == i * LANES && t->y[i] - t->y[0] == i * LANES;
-    }
-}
-
-/* Sets the tile after `now`. Taps read at most `reach` ahead and as much back. */
-INLINE void set_next_tile(tile *next, int next_count, const tile *now, int count, const map *x, const map *y,
-                          int64_t first, int64_t reach) {
-    set_tile(next, x, y, first, next_count);
-    const float *end = next->x[next_count - 1] + reach;
-    next->unread = next->block == now->block ? now->x[count - 1] + reach + LANES
-                                             : x->data + next->block * x->sn - (reach < 0 ? -reach : reach);
-    next->lines = y->h * y->w < next_count ? 0 : (end - next->unread) / LANES + 1;
 }
 
 /* ---- convolution: forward, and input gradient on the transposed pattern ---- */

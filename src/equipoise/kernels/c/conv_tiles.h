@@ -4,6 +4,7 @@
 #include "kernels.h"
 
 #define MAX_TILE 8
+#define CACHED_SUMS (1 << 20) /* bytes of sums that stay in the second-level cache */
 #define DOT_TILE 16 /* of neighbours in memory; for dot products, which need one register for each position */
 
 /* Source and destination pointers of up to DOT_TILE consecutive positions. */
@@ -15,6 +16,33 @@ typedef struct {
     int64_t lines;       /* length of that part in positions; 0 if the tile spans several small planes */
     int row;             /* whether the positions are neighbours in memory */
 } tile;
+
+/* Positions in tile i. */
+INLINE int tile_at(int64_t i, int64_t width, int64_t positions) {
+    const int64_t left = positions - i * width;
+    return left < width ? left : width;
+}
+
+INLINE void set_tile(tile *t, const map *x, const map *y, int64_t first, int count) {
+    t->row = 1;
+    for (int i = 0; i < count; i++) {
+        int64_t p = first + i, w = p % y->w, h = p / y->w % y->h, n = p / y->w / y->h;
+        t->x[i] = x->data + n * x->sn + h * x->sh + w * x->sw;
+        t->y[i] = y->data + n * y->sn + h * y->sh + w * y->sw;
+        t->block = n;
+        t->row &= t->x[i] - t->x[0] == i * LANES && t->y[i] - t->y[0] == i * LANES;
+    }
+}
+
+/* Sets the tile after `now`. Taps read at most `reach` ahead and as much back. */
+INLINE void set_next_tile(tile *next, int next_count, const tile *now, int count, const map *x, const map *y,
+                          int64_t first, int64_t reach) {
+    set_tile(next, x, y, first, next_count);
+    const float *end = next->x[next_count - 1] + reach;
+    next->unread = next->block == now->block ? now->x[count - 1] + reach + LANES
+                                             : x->data + next->block * x->sn - (reach < 0 ? -reach : reach);
+    next->lines = y->h * y->w < next_count ? 0 : (end - next->unread) / LANES + 1;
+}
 
 /* Hides the latency of memory: each row of a tile prefetches a share of the planes that the next tile reads. */
 INLINE void fetch_next(const tile *next, const map *x, int64_t y_row, int write, int64_t row, int64_t rows,
