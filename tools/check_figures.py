@@ -109,6 +109,29 @@ def gain(
     return f"{text} ({signed(low, int(digits))} to {signed(high, int(digits))})"
 
 
+def effects(name: str, pairs: Sequence[str]) -> Iterator[tuple[float, float, float]]:
+    """Return the difference and its 95 % interval of each pair `A=B`, in points."""
+    for pair in pairs:
+        found = judge(study(name), Claim("", *pair.split("="), metric="accuracy"))
+        if found.gain is None or found.effect is None:
+            raise Unknown(f"{pair} cannot be compared in the study {name}: {found.why}")
+        low, high = found.effect.interval()
+        yield 100 * found.gain, 100 * low, 100 * high
+
+
+@figure
+def clear_differences(name: str, *pairs: str) -> str:
+    """`2 of the 6`: how many of the 95 % intervals of the differences of pairs `A=B` exclude zero."""
+    clear = [low > 0 or high < 0 for _, low, high in effects(name, pairs)]
+    return f"{sum(clear)} of the {len(clear)}"
+
+
+@figure
+def largest_loss(name: str, *pairs: str, digits: str = "1") -> str:
+    """`0.9 points`: the most that A is below B in one of the pairs `A=B`."""
+    return f"{max(-gain for gain, _, _ in effects(name, pairs)):.{digits}f} points"
+
+
 @figure
 def correlation_gap(name: str, better: str, than: str) -> str:
     """`by 0.02 (−0.13 to 0.17)`: how much lower a correlation is in the second arm."""

@@ -146,6 +146,16 @@ def test_figures_of_ablations_are_those_of_their_runs(root: Path, monkeypatch: p
         text_of("units_without_input RigL 2")
 
 
+def test_clear_differences_are_those_whose_interval_excludes_zero(root: Path) -> None:
+    sgd, agent = ends(root, "SGD"), ends(root, "AGENT")
+    interval = stats.ttest_ind(agent, sgd, equal_var=False).confidence_interval()
+    clear = interval.low > 0 or interval.high < 0
+    assert check_figures.text_of("clear_differences s AGENT=SGD SGD=AGENT SGD=SGD") == f"{2 * clear} of the 3"
+    assert check_figures.text_of("largest_loss s AGENT=SGD SGD=AGENT") == f"{np.mean(agent) - np.mean(sgd):.1f} points"
+    with pytest.raises(check_figures.Unknown, match="SGD=Adam cannot be compared"):
+        check_figures.text_of("largest_loss s SGD=Adam")
+
+
 def test_runs_of_the_fast_recipe_are_counted_only_if_none_collapsed(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
