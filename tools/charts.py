@@ -140,7 +140,8 @@ def draw_time_to_accuracy(panels: dict[str, Panel], path: Path, digest: str) -> 
                 scored = [point for point in points if point.mean is not None]
                 if scored:
                     time, mean, std = zip(*scored, strict=True)
-                    axis.errorbar(time, mean, std, label=family, color=colour, marker=marker, ms=8, lw=2, capsize=4)
+                    line = {"lw": 2, "ls": "-" if len(scored) > 1 else ""}
+                    axis.errorbar(time, mean, std, label=family, color=colour, marker=marker, ms=8, capsize=4, **line)
                 for time in (point.time for point in points if point.mean is None):
                     axis.axvline(time, color=colour, lw=2, ls="--")
                     where = {"transform": axis.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "center"}
@@ -177,13 +178,20 @@ def fewest(panel: Panel) -> str:
     return f"{ours.time:.0f} epochs of the fast recipe end {side} as published in {best.time:.0f} epochs"
 
 
+def aside(panel: Panel, arm: str) -> float:
+    """Epochs by which the points of an arm are drawn to the right, so that they do not cover those of earlier arms."""
+    earlier = [point for other in list(panel)[: list(panel).index(arm)] for point in panel[other]]
+    close = [p for p in panel[arm] for o in earlier if p.time == o.time and abs((p.mean or 0) - (o.mean or 0)) < 0.3]
+    return 0.9 if close else 0.0
+
+
 def draw_epochs_to_accuracy(panel: Panel, path: Path, digest: str) -> None:
     with drawing(path, fewest(panel), 1, size=(10, 5.4), source=digest) as (axis,):
-        looks = zip(COLOURS, "osD^vP*", strict=True)
-        for size, ((arm, points), (colour, marker)) in enumerate(zip(panel.items(), looks, strict=False)):
+        for (arm, points), colour, marker in zip(panel.items(), COLOURS, "osD^vP*", strict=False):
             time, mean, std = zip(*points, strict=True)
-            ms = 11 - size  # later ones are smaller, so that points that coincide are visible
-            axis.errorbar(time, mean, std, label=arm, color=colour, marker=marker, ms=ms, lw=2, capsize=4)
+            time = [epochs + aside(panel, arm) for epochs in time]
+            line = {"lw": 2, "ls": "-" if len(points) > 1 else ""}
+            axis.errorbar(time, mean, std, label=arm, color=colour, marker=marker, ms=9, capsize=4, **line)
         axis.set_title("VGG-C on CIFAR-10, 99 % sparse or dense: final test accuracy, %")
         axis.set_xlabel("epochs of training")
         axis.set_xlim(left=0)

@@ -186,6 +186,11 @@ def test_the_chart_over_epochs_has_all_arms_and_names_the_first_budget_that_reac
     assert charts.fewest(panel).startswith("8 epochs of the fast recipe end 1.0 points below RigL-ITOP")
 
 
+def test_points_that_would_cover_those_of_another_arm_are_drawn_aside() -> None:
+    panel = {"a": [charts.Point(50, 84.8, 0)], "b": [charts.Point(50, 84.9, 0)], "c": [charts.Point(50, 86, 0)]}
+    assert [charts.aside(panel, arm) > 0 for arm in panel] == [False, True, False]
+
+
 def test_a_chart_is_stale_once_its_data_changes(root: Path) -> None:
     write_cpu(root, sparse=[(5, 0.81), (8, 0.85)], float32=[(9, 0.8)], bf16=[(7, 0.8)])
     (root / "bench" / "results" / "deploy.json").write_text(json.dumps([deploy_entry(0.99, 10, 1e-3, 0.04)]))

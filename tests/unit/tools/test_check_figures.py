@@ -151,7 +151,9 @@ def test_clear_differences_are_those_whose_interval_excludes_zero(root: Path) ->
     interval = stats.ttest_ind(agent, sgd, equal_var=False).confidence_interval()
     clear = interval.low > 0 or interval.high < 0
     assert check_figures.text_of("clear_differences s AGENT=SGD SGD=AGENT SGD=SGD") == f"{2 * clear} of the 3"
-    assert check_figures.text_of("largest_loss s AGENT=SGD SGD=AGENT") == f"{np.mean(agent) - np.mean(sgd):.1f} points"
+    assert (
+        check_figures.text_of("largest_loss s AGENT=SGD SGD=AGENT") == f"{np.mean(agent) - np.mean(sgd):.1f} points"
+    )
     with pytest.raises(check_figures.Unknown, match="SGD=Adam cannot be compared"):
         check_figures.text_of("largest_loss s SGD=Adam")
 
