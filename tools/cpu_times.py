@@ -167,11 +167,11 @@ def table(measured: Measured) -> str:
 
 
 def finding(measured: Measured) -> str:
-    """`85 % in 11 minutes on two CPU cores; dense takes 25 (bf16) and 44 (float32)`: minutes of the steps."""
+    """`85 % in 11 minutes of steps on two CPU cores; dense takes 25 (bf16) and 44 (float32)`."""
     found = compare(measured)
     if found is None:
         return ""
-    told = f"{found.target} % in {found.ours.minutes:.0f} minutes on {measured.cores}"
+    told = f"{found.target} % in {found.ours.minutes:.0f} minutes of steps on {measured.cores}"
     rivals = {"bf16": found.bf16.minutes if found.bf16 else None, "float32": found.float32}
     times = [f"{minutes:.0f} ({name})" for name, minutes in rivals.items() if minutes is not None]
     return f"{told}; dense takes {' and '.join(times)}" if times else told

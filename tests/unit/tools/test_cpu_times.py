@@ -59,7 +59,7 @@ def test_the_shortest_trainings_that_reach_85_percent_are_compared(file: Path) -
     assert found.ours.minutes == pytest.approx(10.5)
     assert (found.bf16.minutes, found.float32) == pytest.approx((24, 48))  # 40 steps of float32, extrapolated
     assert cpu_times.finding(measured) == (
-        "85 % in 10 minutes on two CPU cores; dense takes 24 (bf16) and 48 (float32)"
+        "85 % in 10 minutes of steps on two CPU cores; dense takes 24 (bf16) and 48 (float32)"
     )
     assert cpu_times.table(measured).splitlines()[2:] == [
         "| sparse, 99 % | 5 | 84.0 | 1 | 5.0 | 6.0 |  |  |",
@@ -80,7 +80,7 @@ def test_a_lower_target_is_chosen_if_one_side_does_not_reach_it(file: Path) -> N
 
 def test_without_dense_training_only_our_time_is_given(file: Path) -> None:
     measured = read(file, run("sparse, 10", 0.86, 60), run("float32, 6", None, 480))
-    assert cpu_times.finding(measured) == "85 % in 10 minutes on two CPU cores"
+    assert cpu_times.finding(measured) == "85 % in 10 minutes of steps on two CPU cores"
     assert cpu_times.table(measured).splitlines()[0].endswith("| of the whole process |")
 
 
