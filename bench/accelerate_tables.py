@@ -30,6 +30,7 @@ PAGE = ROOT / "docs" / "accelerate.md"
 FILES = ROOT / "bench" / "results"
 SCORES = ("plain", "bn_recalibrated", "ema")
 FAST, DENSE, PLAIN = "fast", "dense", "no correction, 12 epochs"
+REFERENCES = {"ablation": FAST, "options": FAST, "correction": PLAIN}  # arms that the others are compared with
 EPOCHS = re.compile(r"(.*), (\d+) epochs")
 Line = dict[str, Any]
 
@@ -74,22 +75,23 @@ def table(results: Sequence[Line], reference: str = "") -> str:
     return rows(["arm", *SCORES, *difference, "worst plain", "runs"], body)
 
 
-def group(file: str, name: str, reference: str = "", also: Sequence[Line] = ()) -> str:
-    """The table of a group of arms; `also` has runs of the same recipes from elsewhere."""
-    found = [line for line in read(FILES / file) if line["group"] == name]
-    return table([*also, *found], reference) if found else "Not measured."
-
-
 def from_study(arm: str, epochs: int, name: str) -> list[Line]:
     """The runs of an arm of time-to-accuracy, as those of an arm of another name."""
     found = study("time-to-accuracy").get(f"{arm}, {epochs} epochs", ())
     return [{"arm": name, "scores": {score: 100 * value for score, value in run.test.items()}} for run in found]
 
 
-def fast_runs(file: str) -> list[Line]:
-    """All runs of the fast recipe in 8 epochs."""
-    own = [line for line in read(FILES / file) if line["group"] == "ablation" and line["arm"] == FAST]
-    return [*from_study(FAST, 8, FAST), *own]
+def group(name: str) -> list[Line]:
+    """The lines of a table of arms: those of a group, and runs of the same recipes from elsewhere."""
+    file = name if name in ("stability", "short") else "ablation"
+    lines = read(FILES / f"{file}.jsonl")
+    found = [line for line in lines if line["group"] == name]
+    if name == "ablation":
+        return [*from_study(FAST, 8, FAST), *from_study(DENSE, 8, DENSE), *found]
+    if name == "options":
+        own = [line for line in lines if line["group"] == "ablation" and line["arm"] == FAST]
+        return [*from_study(FAST, 8, FAST), *own, *found]
+    return [*from_study(FAST, 12, PLAIN), *found] if name == "correction" else found
 
 
 # Budgets
@@ -146,7 +148,7 @@ def budgets(name: str) -> str:
         body.append(cells)
     head = ["arm", "epochs", "accuracy, %", "runs", "FLOPs, in dense epochs"]
     head += [] if seconds is None else ["seconds of steps", "with start-up"]
-    return rows(head, body) if body else "Not measured."
+    return rows(head, body) if body else ""
 
 
 def split(arm: str) -> tuple[str, int]:
@@ -170,41 +172,24 @@ def startup() -> str:
     return rows(["fresh process", "seconds"], body) if body else "Not measured."
 
 
-def cpu() -> str:
-    """Time and accuracy on CPU cores; arms that were stopped after some steps have the time of a step only."""
-    found = read(FILES / "cpu_accuracy.jsonl")
-    arms: dict[tuple[str, int, bool], list[Line]] = {}
-    for line in found:
-        arms.setdefault((line["arm"], line["threads"], line["accuracy"] is not None), []).append(line)
-    body = []
-    for (arm, threads, finished), mine in arms.items():
-        step = statistics.mean(line["processor_seconds"] / line["steps"] for line in mine)
-        cells = [arm, str(threads), spread([100 * line["accuracy"] for line in mine]) if finished else "not scored"]
-        cells += [str(len(mine)), f"{1e3 * step:.0f}"]
-        for key in ("processor_seconds", "seconds", "process"):
-            cells.append(f"{statistics.mean(line[key] / 60 for line in mine):.1f}" if finished else "")
-        body.append(cells)
-    head = ["arm, epochs", "cores", "accuracy, %", "runs", "processor ms a step", "processor minutes"]
-    return rows([*head, "minutes of steps", "of the process"], body) if body else "Not measured."
-
-
 # The page
 
 
 def blocks() -> dict[str, str]:
     """Every table of the page by name."""
-    file = "ablation.jsonl"
+    names = ("stability", "ablation", "options", "correction")
     return {
         "budgets": budgets("time-to-accuracy"),
-        "sparsities": budgets("time-to-accuracy-sparsities"),
-        "stability": group("stability.jsonl", "stability"),
-        "ablation": group(file, "ablation", FAST, [*from_study(FAST, 8, FAST), *from_study(DENSE, 8, DENSE)]),
-        "options": group(file, "options", FAST, fast_runs(file)),
-        "correction": group(file, "correction", PLAIN, from_study(FAST, 12, PLAIN)),
-        "short": group("short.jsonl", "short"),
+        **{name: table(group(name), REFERENCES.get(name, "")) for name in names},
+        "sparsities": titled("Other sparsities and ResNet-18", budgets("time-to-accuracy-sparsities")),
         "startup": startup(),
-        "cpu": cpu(),
+        "short": titled("Very short trainings on a GPU", table(group("short")) if group("short") else ""),
     }
+
+
+def titled(title: str, text: str) -> str:
+    """A section with a table; empty if there is no table."""
+    return f"## {title}\n\n{text}" if text else ""
 
 
 def with_blocks(page: str, found: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ model with a fused optimizer and the same data and schedule, so that the rival i
 a process of its own, models are scored after the last epoch only, and every result is appended to FILE at once.
 `seconds` are those of the steps, `process` those of the whole process, with start-up and the evaluation; only
 `processor_seconds` do not grow if other programs share the cores. `--steps N` stops each arm after N steps: times
-without an accuracy.
+without an accuracy, from which `steps_per_epoch` gives those of the whole training. tools/cpu_times.py reads FILE.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ class Clock:
 
     Args:
         limit: Number of steps after which `tick` raises `Enough`; 0 for none.
+
+    `per_epoch` is for the function that trains to set.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.steps = limit, 0
+        self.per_epoch = 0
         self.first = self.last = (0.0, 0.0)
 
     def tick(self) -> None:
@@ -81,6 +84,7 @@ def train_sparse(recipe: Recipe, clock: Clock) -> float:
     """Train the recipe; return the test accuracy."""
     trainer = Timed(recipe)
     trainer.clock = clock
+    clock.per_epoch = len(trainer.parts.train)
     while trainer.epoch < recipe.epochs:
         trainer.run_epoch()
     return float(trainer.history[-1]["scores"]["plain"]["accuracy"])
@@ -93,6 +97,7 @@ def train_dense(recipe: Recipe, clock: Clock) -> float:
     model = make_model(recipe, splits).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     train = training_loader(recipe, splits.train, CPU, ALONE)
     assert isinstance(train, Loader)
+    clock.per_epoch = len(train)
     options = {"momentum": 0.9, "nesterov": True, "weight_decay": recipe.optimizer.weight_decay, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.optimizer.lr, **options)
     model.train()
@@ -123,6 +128,7 @@ def child(words: list[str], steps: int) -> dict[str, Any]:
     return {
         "accuracy": accuracy,
         "steps": clock.steps - 1,
+        "steps_per_epoch": clock.per_epoch,
         "seconds": clock.last[0] - clock.first[0],
         "processor_seconds": clock.last[1] - clock.first[1],
         "threads": torch.get_num_threads(),

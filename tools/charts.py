@@ -4,7 +4,8 @@
 
 - time-to-accuracy.png: final accuracy over training time. On a GPU from the study `time-to-accuracy`, with the seconds
   of an epoch from bench/results/startup.jsonl for runs that shared their device; on CPU cores from
-  bench/results/cpu_accuracy.jsonl of bench/cpu_accuracy.py, in processor time if other programs shared the cores.
+  bench/results/cpu_accuracy.jsonl of bench/cpu_accuracy.py, in processor time if other programs shared the cores. A
+  dense training of which only steps were timed is a vertical line.
 - epochs-to-accuracy.png: final accuracy over epochs, from the study `time-to-accuracy`.
 - patterns.png: final accuracy over speed-up on a CPU, from the study `patterns` and bench/results/patterns-cpu.json of
   bench/patterns_cpu.py.
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+import cpu_times
 from equipoise.display.figures import COLOURS, drawing
 from equipoise.studies.reading import read_results
 from equipoise.studies.results import Result
@@ -35,14 +37,15 @@ ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench" / "results"
 OURS = "ours: fast recipe, 99 % sparse"
 FAMILIES = {"dense": "dense", "SET-ITOP published": "SET-ITOP as in the paper, 99 % sparse", "fast": OURS}
-KINDS = {"float32": "dense, float32", "bf16": "dense, bf16", "sparse": OURS}
+OURS_BF16 = "ours, bf16 activations"
+KINDS = {"float32": "dense, float32", "bf16": "dense, bf16", "sparse": OURS, "sparse bf16": OURS_BF16}
 SHORT = {
+    **{name: name.split(" as in")[0] for name in (*FAMILIES.values(), *KINDS.values())},
     OURS: "ours",
-    **{name: name.split(" as in")[0] for name in (*FAMILIES.values(), *KINDS.values()) if name != OURS},
+    OURS_BF16: "ours, bf16",
 }
 GPU = "one H200"
-CORES = {1: "one CPU core", 2: "two CPU cores"}
-LOOKS = {OURS: (COLOURS[0], "o"), FAMILIES["SET-ITOP published"]: (COLOURS[1], "s")}
+LOOKS = {OURS: (COLOURS[0], "o"), OURS_BF16: (COLOURS[2], "v"), FAMILIES["SET-ITOP published"]: (COLOURS[1], "s")}
 LOOKS |= {"dense": (COLOURS[6], "D"), KINDS["float32"]: (COLOURS[6], "D"), KINDS["bf16"]: (COLOURS[5], "^")}
 
 
@@ -50,7 +53,7 @@ class Point(NamedTuple):
     """A budget of training: its time, and the mean and deviation of the final accuracy in percent over runs."""
 
     time: float
-    mean: float
+    mean: float | None  # if the training was run to its end
     std: float
 
 
@@ -74,8 +77,8 @@ def point(times: Sequence[float], accuracies: Sequence[float]) -> Point:
 def time_to_accuracy() -> dict[str, Panel] | None:
     """Return the points of both panels; `None` if neither has a run of ours."""
     name, points = cpu_points()
-    panels = {GPU: gpu_points(), name: points}
-    shown = {name: panel for name, panel in panels.items() if OURS in panel}
+    panels = {name: points, GPU: gpu_points()}
+    shown = {name: panel for name, panel in panels.items() if panel.keys() & {OURS, OURS_BF16}}
     return shown or None
 
 
@@ -88,11 +91,11 @@ def budgets() -> dict[tuple[str, int], Sequence[Result]]:
 
 
 def gpu_points() -> Panel:
-    """Return the budgets whose training time is known."""
+    """Return the budgets whose training time is known, by the seconds of an epoch if those were measured."""
     timed = [line["seconds"] / line["epochs"] for line in read_lines("startup.jsonl") if "train" in line]
     found: Panel = {}
     for (arm, epochs), results in budgets().items():
-        times = seconds_of(results) or ([epochs * statistics.mean(timed)] if timed else [])
+        times = [epochs * statistics.mean(timed)] if timed else seconds_of(results)
         if times and arm in FAMILIES:
             found.setdefault(FAMILIES[arm], []).append(point(times, [result.test["plain"] for result in results]))
     return {family: sorted(points) for family, points in found.items()}
@@ -104,27 +107,22 @@ def seconds_of(results: Sequence[Result]) -> list[float]:
 
 
 def cpu_points() -> tuple[str, Panel]:
-    """Return what the panel of bench/cpu_accuracy.py is called, and the recipes that were trained to the end."""
-    lines = [line for line in read_lines("cpu_accuracy.jsonl") if line["accuracy"] is not None]
-    threads = max((line.get("threads", 2) for line in lines), default=2)
-    lines = [line for line in lines if line.get("threads", 2) == threads]
-    shared = any(line.get("load_after", 0) > threads + 0.5 for line in lines)
-    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for line in lines:
-        if arm := re.fullmatch(r"(\w+),? (\d+)", line["arm"]):  # without overrides of the recipe
-            runs.setdefault((arm[1], arm[2]), []).append(line)
+    """Return what the panel of bench/cpu_accuracy.py is called, and its arms."""
+    measured = cpu_times.read(BENCH / "cpu_accuracy.jsonl")
     found: Panel = {}
-    for (kind, _), same in runs.items():
-        minutes = [(line["processor_seconds"] / threads if shared else line["seconds"]) / 60 for line in same]
-        found.setdefault(KINDS[kind], []).append(point(minutes, [line["accuracy"] for line in same]))
-    name = CORES.get(threads, f"{threads} CPU cores") + ", processor time" * shared
-    return name, {family: sorted(points) for family, points in found.items()}
+    for arm in measured.arms:
+        scores = [accuracy / 100 for accuracy in arm.accuracies]
+        shown = point(arm.times, scores) if scores else Point(arm.minutes, None, 0.0)
+        found.setdefault(KINDS[arm.kind], []).append(shown)
+    return measured.cores + ", processor time" * measured.shared, found
 
 
 def fastest(panel: Panel, unit: str) -> str:
     """Say when each family first ends at an accuracy that all of them reach: `84.7 % in 6 s (ours), 36 s (dense)`."""
-    target = min(max(point.mean for point in points) for points in panel.values())
-    times = {name: min(p.time for p in points if p.mean >= target) for name, points in panel.items()}
+    scored = {name: [p for p in points if p.mean is not None] for name, points in panel.items()}
+    scored = {name: points for name, points in scored.items() if points}
+    target = min(max(point.mean or 0.0 for point in points) for points in scored.values())
+    times = {name: min(p.time for p in points if (p.mean or 0.0) >= target) for name, points in scored.items()}
     told = [
         f"{time:.2g} {unit} ({SHORT.get(name, name)})"
         for name, time in sorted(times.items(), key=lambda item: item[1])
@@ -133,18 +131,27 @@ def fastest(panel: Panel, unit: str) -> str:
 
 
 def draw_time_to_accuracy(panels: dict[str, Panel], path: Path, digest: str) -> None:
-    title = "VGG-C on CIFAR-10: final test accuracy in % over training time"
-    with drawing(path, title, len(panels), size=(7.5 * len(panels), 5.2), source=digest) as axes:
+    on_cpu = cpu_times.finding(cpu_times.read(BENCH / "cpu_accuracy.jsonl")) if panels.keys() - {GPU} else ""
+    title = on_cpu or fastest(panels[GPU], "s")
+    with drawing(path, title, len(panels), size=(7.5 * len(panels), 5.6), source=digest) as axes:
         for axis, (place, panel) in zip(axes, panels.items(), strict=True):
             for family, points in panel.items():
                 colour, marker = LOOKS[family]
-                time, mean, std = zip(*points, strict=True)
-                axis.errorbar(time, mean, std, label=family, color=colour, marker=marker, ms=8, lw=2, capsize=4)
-            unit = "s" if place == GPU else "min"
-            axis.set_title(f"{place}:\n{fastest(panel, unit)}")
-            axis.set_xlabel(f"{'seconds' if place == GPU else 'minutes'} of training steps, without start-up")
-            axis.set_xlim(left=0)
-            axis.legend()
+                scored = [point for point in points if point.mean is not None]
+                if scored:
+                    time, mean, std = zip(*scored, strict=True)
+                    line = {"lw": 2, "ls": "-" if len(scored) > 1 else ""}
+                    axis.errorbar(time, mean, std, label=family, color=colour, marker=marker, ms=8, capsize=4, **line)
+                for time in (point.time for point in points if point.mean is None):
+                    axis.axvline(time, color=colour, lw=2, ls="--")
+                    where = {"transform": axis.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "center"}
+                    axis.text(time, 0.5, f"{family}: timed, not scored ", color=colour, **where)
+            unit, words = ("s", "seconds") if place == GPU else ("min", "minutes")
+            told = f"VGG-C on CIFAR-10, {place}: final test accuracy in %"
+            axis.set_title(f"{told}\n{fastest(panel, unit)}" if on_cpu and place == GPU else told)
+            axis.set_xlabel(f"{words} of training steps, without start-up")
+            axis.set_xlim(left=0, right=1.04 * max(point.time for points in panel.values() for point in points))
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
 
 
 # Accuracy over epochs
@@ -171,13 +178,20 @@ def fewest(panel: Panel) -> str:
     return f"{ours.time:.0f} epochs of the fast recipe end {side} as published in {best.time:.0f} epochs"
 
 
+def aside(panel: Panel, arm: str) -> float:
+    """Epochs by which the points of an arm are drawn to the right, so that they do not cover those of earlier arms."""
+    earlier = [point for other in list(panel)[: list(panel).index(arm)] for point in panel[other]]
+    close = [p for p in panel[arm] for o in earlier if p.time == o.time and abs((p.mean or 0) - (o.mean or 0)) < 0.3]
+    return 0.9 if close else 0.0
+
+
 def draw_epochs_to_accuracy(panel: Panel, path: Path, digest: str) -> None:
     with drawing(path, fewest(panel), 1, size=(10, 5.4), source=digest) as (axis,):
-        looks = zip(COLOURS, "osD^vP*", strict=True)
-        for size, ((arm, points), (colour, marker)) in enumerate(zip(panel.items(), looks, strict=False)):
+        for (arm, points), colour, marker in zip(panel.items(), COLOURS, "osD^vP*", strict=False):
             time, mean, std = zip(*points, strict=True)
-            ms = 11 - size  # later ones are smaller, so that points that coincide are visible
-            axis.errorbar(time, mean, std, label=arm, color=colour, marker=marker, ms=ms, lw=2, capsize=4)
+            time = [epochs + aside(panel, arm) for epochs in time]
+            line = {"lw": 2, "ls": "-" if len(points) > 1 else ""}
+            axis.errorbar(time, mean, std, label=arm, color=colour, marker=marker, ms=9, capsize=4, **line)
         axis.set_title("VGG-C on CIFAR-10, 99 % sparse or dense: final test accuracy, %")
         axis.set_xlabel("epochs of training")
         axis.set_xlim(left=0)

@@ -16,16 +16,21 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import json
+import math
 import re
 import shlex
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from charts import cpu_points, stale_charts
+import charts
+import cpu_times
+from charts import stale_charts
 from equipoise.report.reproduction import write_page
 from equipoise.studies.compare import spread_of
 from equipoise.studies.reading import read_results
@@ -33,6 +38,9 @@ from equipoise.studies.results import Claim, Question, Study
 from equipoise.studies.verdict import judge
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "bench"))
+import accelerate_tables  # noqa: E402
+
 MARK = re.compile(r"(<!-- figure: (.*?) -->)(.*?)(<!-- /figure -->)", re.DOTALL)
 FIGURES: dict[str, Callable[..., str]] = {}
 
@@ -99,6 +107,29 @@ def gain(
         raise Unknown(f"{better} and {than} have too few runs for an interval in the study {name}")
     low, high = found.effect.interval()
     return f"{text} ({signed(low, int(digits))} to {signed(high, int(digits))})"
+
+
+def effects(name: str, pairs: Sequence[str]) -> Iterator[tuple[float, float, float]]:
+    """Return the difference and its 95 % interval of each pair `A=B`, in points."""
+    for pair in pairs:
+        found = judge(study(name), Claim("", *pair.split("="), metric="accuracy"))
+        if found.gain is None or found.effect is None:
+            raise Unknown(f"{pair} cannot be compared in the study {name}: {found.why}")
+        low, high = found.effect.interval()
+        yield 100 * found.gain, 100 * low, 100 * high
+
+
+@figure
+def clear_differences(name: str, *pairs: str) -> str:
+    """`2 of the 6`: how many of the 95 % intervals of the differences of pairs `A=B` exclude zero."""
+    clear = [low > 0 or high < 0 for _, low, high in effects(name, pairs)]
+    return f"{sum(clear)} of the {len(clear)}"
+
+
+@figure
+def largest_loss(name: str, *pairs: str, digits: str = "1") -> str:
+    """`0.9 points`: the most that A is below B in one of the pairs `A=B`."""
+    return f"{max(-gain for gain, _, _ in effects(name, pairs)):.{digits}f} points"
 
 
 @figure
@@ -179,7 +210,8 @@ def pattern_accuracies(*sparsities: str) -> str:
 @functools.cache
 def bench(file: str) -> Any:
     try:
-        return json.loads((ROOT / "bench" / "results" / file).read_text())
+        text = (ROOT / "bench" / "results" / file).read_text()
+        return [json.loads(line) for line in text.splitlines()] if file.endswith(".jsonl") else json.loads(text)
     except (OSError, ValueError) as error:
         raise Unknown(f"bench/results/{file} cannot be read ({type(error).__name__})") from None
 
@@ -207,6 +239,12 @@ def value(file: str, path: str, scale: str = "1", format: str = ".1f") -> str:
 def ratio(file: str, first: str, second: str, format: str = ".1f") -> str:
     """The ratio of two numbers of a benchmark."""
     return f"{at(file, first) / at(file, second):{format}}"
+
+
+@figure
+def saved(file: str, first: str, second: str) -> str:
+    """`26`: by how many percent the second number of a benchmark is lower than the first."""
+    return f"{100 * (1 - at(file, second) / at(file, first)):.0f}"
 
 
 @figure
@@ -283,6 +321,172 @@ def gpu_blocks(*sides: str) -> str:
     return table(["layer", "dense", *(f"blocks {side}" for side in sides)], [cells(row) for row in layers(sides[0])])
 
 
+# Arms of bench/accelerate.py, in the tables of docs/accelerate.md
+
+
+def scores(group: str, arm: str) -> list[float]:
+    """Return the accuracy in percent of each run of an arm."""
+    lines = [line for line in accelerate_tables.group(group) if line["arm"] == arm and "scores" in line]
+    if not lines:
+        raise Unknown(f"the group {group} of bench/accelerate.py has no runs of {arm}")
+    return [line["scores"]["plain"] for line in lines]
+
+
+def reference(group: str) -> str:
+    if group not in accelerate_tables.REFERENCES:
+        raise Unknown(f"the group {group} has no reference")
+    return accelerate_tables.REFERENCES[group]
+
+
+@figure
+def loss(group: str, arm: str, than: str = "", digits: str = "1", sign: str = "") -> str:
+    """`6.3`: how many points an arm is below the reference of its group; `sign=yes` gives the difference, `−6.3`."""
+    gap = statistics.mean(scores(group, arm)) - statistics.mean(scores(group, than or reference(group)))
+    return signed(gap / 100, int(digits)) if sign else f"{-gap:.{digits}f}".replace("-", "−")
+
+
+@figure
+def group_runs(group: str, arm: str) -> str:
+    """`6`: the number of runs of an arm."""
+    return str(len(scores(group, arm)))
+
+
+@figure
+def group_deviation(group: str, times: str = "1", digits: str = "1") -> str:
+    """`0.5`: the standard deviation over the runs of the reference, in points, multiplied by `times`."""
+    return f"{float(times) * statistics.stdev(scores(group, reference(group))):.{digits}f}"
+
+
+def others(group: str) -> list[str]:
+    found = {line["arm"]: None for line in accelerate_tables.group(group) if "scores" in line}
+    return [arm for arm in found if arm != reference(group)]
+
+
+@figure
+def group_arms(group: str) -> str:
+    """`13`: the number of arms that are compared with the reference."""
+    return str(len(others(group)))
+
+
+@figure
+def best_by_chance(group: str, digits: str = "2") -> str:
+    """`0.45`: how far the best of as many single runs of the reference as there are arms is above its mean.
+
+    It is the mean of the maximum of n normal numbers, times the standard deviation of the difference of a run and the
+    mean of the runs of the reference.
+    """
+    n, runs = len(others(group)), scores(group, reference(group))
+    normal, step = statistics.NormalDist(), 0.001
+    grid = [step * i for i in range(-8000, 8001)]
+    most = sum(x * n * normal.pdf(x) * normal.cdf(x) ** (n - 1) for x in grid) * step
+    return f"{most * statistics.stdev(runs) * math.sqrt(1 + 1 / len(runs)):.{digits}f}"
+
+
+APART = 5.0  # points: a run that ends so far below the best one of its arm has collapsed
+
+
+@figure
+def collapsed(group: str, arm: str, words: str = "") -> str:
+    """`2 of 5 runs`: how many runs of an arm collapsed; `words=yes` adds how far they end below the others."""
+    found = scores(group, arm)
+    low = [score for score in found if score < max(found) - APART]
+    if not low:
+        return f"none of {len(found)} runs"
+    gap = statistics.mean(score for score in found if score not in low) - statistics.mean(low)
+    told = f" end {gap:.0f} points below the other{'s' * (len(found) - len(low) > 1)}" if words else ""
+    return f"{len(low)} of {len(found)} runs{told}"
+
+
+@figure
+def units_without_input(arm: str, epoch: str) -> str:
+    """`840`: units without an active weight after an epoch, the mean over the runs of an arm of `stability`."""
+    runs = [dict(line["units"]) for line in accelerate_tables.group("stability") if line["arm"] == arm]
+    counts = [sum(layer[1] for layer in units[int(epoch)]) for units in runs if int(epoch) in units]
+    if not counts:
+        raise Unknown(f"the group stability has no units of {arm} after epoch {epoch}")
+    return f"{statistics.mean(counts):,.0f}"
+
+
+def fast_scores(epochs: int) -> list[float]:
+    """Return the accuracy of all runs of the fast recipe at 99 % on docs/accelerate.md, in percent."""
+    named = {
+        8: [("ablation", "fast")],
+        12: [("correction", accelerate_tables.PLAIN), ("stability", "GraNet, fan-in 1")],
+    }
+    if epochs in named:
+        return [score for group, arm in named[epochs] for score in scores(group, arm)]
+    return [100 * run.test["plain"] for run in study("time-to-accuracy").results.get(f"fast, {epochs} epochs", ())]
+
+
+@figure
+def fast_runs(*epochs: str) -> str:
+    """`21`: the runs of the fast recipe in these numbers of epochs, none of which collapsed."""
+    found = [fast_scores(int(number)) for number in epochs]
+    if any(not some or min(some) < max(some) - APART for some in found):
+        raise Unknown("a run collapsed, or there is none")
+    return str(sum(map(len, found)))
+
+
+@figure
+def largest_deviation(name: str, *arms: str, digits: str = "2") -> str:
+    """`0.32`: the largest standard deviation of arms of a study, in points."""
+    spreads = [spread_of(study(name).results.get(arm, ()), Question(metric="accuracy")) for arm in arms]
+    deviations = [found.std for found in spreads if found is not None and found.std is not None]
+    if len(deviations) < len(arms):
+        raise Unknown(f"not all of {', '.join(arms)} have a deviation in the study {name}")
+    return f"{100 * max(deviations):.{digits}f}"
+
+
+@figure
+def operations_left(sparsity: str, distribution: str) -> str:
+    """`16.5`: percent of the operations of VGG-C that a distribution leaves."""
+    recipe = {
+        "model": "vgg_c",
+        "topology": {"name": "static", "sparsity": float(sparsity), "distribution": distribution},
+    }
+    return f"{100 * accelerate_tables.relative_flops(recipe):.1f}"
+
+
+@figure
+def constant(module: str, name: str, format: str = "g") -> str:
+    """`2`: a number in the code, such as `constant equipoise.storage.layer_cost SPARSE_WEIGHT`."""
+    try:
+        return f"{getattr(importlib.import_module(module), name):{format}}"
+    except (ImportError, AttributeError) as error:
+        raise Unknown(str(error)) from None
+
+
+# Time to an accuracy on a CPU
+
+
+def on_cpu() -> cpu_times.Measured:
+    return cpu_times.read(charts.BENCH / "cpu_accuracy.jsonl")
+
+
+@figure
+def cpu_table() -> str:
+    """Accuracy and minutes of the arms of bench/cpu_accuracy.py, and how to read them."""
+    told = cpu_times.explanation(on_cpu())
+    return f"\n{cpu_times.table(on_cpu())}\n{told and f'{chr(10)}{told}{chr(10)}'}"
+
+
+@figure
+def cpu_section() -> str:
+    """The section of README on time to an accuracy on a CPU; empty if it was not measured."""
+    found = cpu_times.compare(on_cpu())
+    if found is None:
+        return "\n"
+    minutes = found.ours.minutes if found.ours.process is None else found.ours.process
+    title = f"## CIFAR-10 to {found.target} % on {on_cpu().cores} in {minutes:.0f} minutes"
+    told = (
+        "VGG-C by the recipe `fast`, 99 % sparse and packed, next to dense training in plain PyTorch (channels_last,\n"
+        "fused SGD, same data and schedule). Final test accuracy, mean and standard deviation over seeds; the last\n"
+        f"columns say how many times as long dense training takes to {found.target} % "
+        "(`python bench/cpu_accuracy.py`,\n[how it was measured](docs/accelerate.md#on-a-cpu))."
+    )
+    return f"\n{title}\n\n{told}\n\n{cpu_times.table(on_cpu())}\n"
+
+
 # Charts of README
 
 TIMES = "![accuracy over training time on a GPU and a CPU: dense, the paper's and ours](docs/time-to-accuracy.png)"
@@ -292,13 +496,13 @@ SIZES = "![size, latency and throughput of VGG-C next to PyTorch and onnxruntime
 @figure
 def first_chart() -> str:
     """The chart at the top of README: accuracy over time if it was measured on a CPU, else the exported model."""
-    return f"\n{TIMES if cpu_points()[1] else SIZES}\n"
+    return f"\n{TIMES if cpu_times.compare(on_cpu()) else SIZES}\n"
 
 
 @figure
 def second_chart() -> str:
     """The chart of exported models in its section of README, if it is not the first one."""
-    return f"\n{SIZES}\n" if cpu_points()[1] else "\n"
+    return f"\n{SIZES}\n" if cpu_times.compare(on_cpu()) else "\n"
 
 
 # The check

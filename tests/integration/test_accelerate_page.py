@@ -59,15 +59,22 @@ def test_differences_are_to_the_reference(tables: ModuleType) -> None:
     ]
 
 
-def test_the_cpu_table_has_means_of_runs_and_steps_of_arms_without_accuracy(
+def test_a_table_without_runs_has_no_title(tables: ModuleType) -> None:
+    assert tables.titled("Short", "") == ""
+    assert tables.titled("Short", "| a |") == "## Short\n\n| a |"
+
+
+def test_runs_of_the_same_recipe_are_added_to_a_group(
     tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = {"steps": 100, "seconds": 120, "processor_seconds": 60, "process": 180, "threads": 1}
-    lines = [{"arm": "sparse, 8", "accuracy": accuracy, **run} for accuracy in (0.84, 0.86)]
-    lines.append({"arm": "float32, 5", "accuracy": None, **run})
-    (tmp_path / "cpu_accuracy.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    monkeypatch.setattr(tables, "FILES", tmp_path)
-    assert tables.cpu().splitlines()[2:] == [
-        "| sparse, 8 | 1 | 85.00 ± 1.41 | 2 | 600 | 1.0 | 2.0 | 3.0 |",
-        "| float32, 5 | 1 | not scored | 1 | 600 |  |  |  |",
+    lines = [
+        {"group": "ablation", "arm": "fast", "scores": {"plain": 1.0}},
+        {"group": "options", "arm": "more", "scores": {"plain": 2.0}},
     ]
+    (tmp_path / "ablation.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    monkeypatch.setattr(tables, "FILES", tmp_path)
+    monkeypatch.setattr(tables, "from_study", lambda arm, epochs, name: [{"arm": name, "from": (arm, epochs)}])
+    assert [line["arm"] for line in tables.group("ablation")] == ["fast", "dense", "fast"]
+    assert [line["arm"] for line in tables.group("options")] == ["fast", "fast", "more"]
+    assert tables.group("correction") == [{"arm": tables.PLAIN, "from": ("fast", 12)}]
+    assert tables.group("short") == []

@@ -89,6 +89,17 @@ def test_on_shared_cores_the_panel_has_processor_time_and_only_recipes_without_o
     assert panel[charts.OURS] == [pytest.approx((10, 85, 2**0.5))]
 
 
+def test_training_of_which_only_steps_were_timed_is_a_line_without_accuracy(root: Path) -> None:
+    run = {"seed": 0, "seconds": 120, "steps": 100}
+    lines = [{**run, "arm": "sparse, 10", "accuracy": 0.86}, {**run, "arm": "float32, 5", "accuracy": None}]
+    (root / "bench" / "results" / "cpu_accuracy.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = charts.time_to_accuracy()
+    assert found is not None
+    assert found["two CPU cores"]["dense, float32"] == [(1, None, 0)]  # 5 epochs of 10 steps
+    assert charts.fastest(found["two CPU cores"], "min") == "86.0 % in 2 min (ours)"
+    charts.draw_time_to_accuracy(found, root / "chart.png", "x")
+
+
 def test_two_panels_are_drawn_side_by_side(root: Path) -> None:
     write_gpu(root, {"fast, 8 epochs": (0.85, 6.0), "dense, 8 epochs": (0.87, 6.0)})
     widths = []
@@ -173,6 +184,11 @@ def test_the_chart_over_epochs_has_all_arms_and_names_the_first_budget_that_reac
     )
     panel["fast"] = panel["fast"][:1]
     assert charts.fewest(panel).startswith("8 epochs of the fast recipe end 1.0 points below RigL-ITOP")
+
+
+def test_points_that_would_cover_those_of_another_arm_are_drawn_aside() -> None:
+    panel = {"a": [charts.Point(50, 84.8, 0)], "b": [charts.Point(50, 84.9, 0)], "c": [charts.Point(50, 86, 0)]}
+    assert [charts.aside(panel, arm) > 0 for arm in panel] == [False, True, False]
 
 
 def test_a_chart_is_stale_once_its_data_changes(root: Path) -> None:

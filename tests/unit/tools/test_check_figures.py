@@ -100,6 +100,89 @@ def test_readme_begins_with_time_to_accuracy_once_it_was_measured_on_a_cpu(
     assert "deploy.png" in check_figures.text_of("second_chart")
 
 
+def test_the_section_on_time_to_accuracy_appears_once_it_was_measured(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts, "BENCH", root / "bench" / "results")
+    assert check_figures.text_of("cpu_section") == "\n"
+    assert "Not measured." in check_figures.text_of("cpu_table")
+    lines = [
+        {"arm": "sparse, 8", "accuracy": 0.86, "seconds": 600, "process": 720},
+        {"arm": "bf16, 6", "accuracy": 0.86, "seconds": 1800, "process": 1860},
+    ]
+    (root / "bench" / "results" / "cpu_accuracy.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    section = check_figures.text_of("cpu_section")
+    assert section.startswith("\n## CIFAR-10 to 85 % on two CPU cores in 12 minutes\n\n")
+    assert section.endswith("| dense, bf16 | 6 | 86.0 | 1 | 30.0 | 31.0 | 1.0 × |\n")
+    assert "| sparse, 99 % | 8 | 86.0 | 1 | 10.0 | 12.0 | 3.0 × |" in check_figures.text_of("cpu_table")
+
+
+def test_figures_of_ablations_are_those_of_their_runs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [("fast", 84.0), ("fast", 86.0), ("no warm-up", 78.75), ("more", 85.5), ("broken", None)]
+    lines = [{"arm": arm} | ({"scores": {"plain": score}} if score else {}) for arm, score in runs]
+    units = [[8, [[64, count, 0, 0], [64, 1, 0, 0]]] for count in (1000, 1100)]
+    stable = [
+        {"arm": "RigL", "scores": {"plain": score}, "units": [units[i % 2]]} for i, score in enumerate((90, 70))
+    ]
+    groups = {"ablation": lines, "stability": stable}
+    monkeypatch.setattr(check_figures.accelerate_tables, "group", groups.__getitem__)
+    text_of = check_figures.text_of
+    assert text_of('loss ablation "no warm-up" digits=2') == "6.25"
+    assert text_of("loss ablation more sign=yes") == "+0.5"
+    assert text_of('loss ablation more than="no warm-up" digits=2 sign=yes') == "+6.75"
+    assert text_of("group_runs ablation fast") == "2"
+    assert text_of("group_arms ablation") == "2"
+    assert text_of("group_deviation ablation times=2") == f"{2 * np.std([84, 86], ddof=1):.1f}"
+    draws = np.random.default_rng(0).normal(size=(200_000, 2)).max(1).mean()  # of two arms
+    assert float(text_of("best_by_chance ablation")) == pytest.approx(draws * 2**0.5 * 1.5**0.5, abs=0.02)
+    assert text_of("collapsed stability RigL words=yes") == "1 of 2 runs end 20 points below the other"
+    assert text_of("collapsed ablation fast") == "none of 2 runs"
+    assert text_of("units_without_input RigL 8") == "1,051"
+    with pytest.raises(check_figures.Unknown, match="has no runs of broken"):
+        text_of("loss ablation broken")
+    with pytest.raises(check_figures.Unknown, match="has no reference"):
+        text_of("loss stability RigL")
+    with pytest.raises(check_figures.Unknown, match="no units of RigL after epoch 2"):
+        text_of("units_without_input RigL 2")
+
+
+def test_clear_differences_are_those_whose_interval_excludes_zero(root: Path) -> None:
+    sgd, agent = ends(root, "SGD"), ends(root, "AGENT")
+    interval = stats.ttest_ind(agent, sgd, equal_var=False).confidence_interval()
+    clear = interval.low > 0 or interval.high < 0
+    assert check_figures.text_of("clear_differences s AGENT=SGD SGD=AGENT SGD=SGD") == f"{2 * clear} of the 3"
+    assert (
+        check_figures.text_of("largest_loss s AGENT=SGD SGD=AGENT") == f"{np.mean(agent) - np.mean(sgd):.1f} points"
+    )
+    with pytest.raises(check_figures.Unknown, match="SGD=Adam cannot be compared"):
+        check_figures.text_of("largest_loss s SGD=Adam")
+
+
+def test_runs_of_the_fast_recipe_are_counted_only_if_none_collapsed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = {8: [84.0, 85.0], 12: [86.0, 79.0], 25: []}
+    monkeypatch.setattr(check_figures, "fast_scores", scores.__getitem__)
+    assert check_figures.text_of("fast_runs 8") == "2"
+    for epochs in ("8 12", "25"):
+        with pytest.raises(check_figures.Unknown, match="collapsed"):
+            check_figures.text_of(f"fast_runs {epochs}")
+
+
+def test_figures_of_deviations_operations_savings_and_constants(root: Path) -> None:
+    deviations = [np.std(ends(root, arm), ddof=1) for arm in ("SGD", "AGENT")]
+    assert check_figures.text_of("largest_deviation s SGD AGENT") == f"{max(deviations):.2f}"
+    with pytest.raises(check_figures.Unknown, match="not all of SGD, Adam"):
+        check_figures.text_of("largest_deviation s SGD Adam")
+    assert check_figures.text_of("operations_left 0.9 uniform") == "10.0"
+    assert check_figures.text_of("saved b.json 0/dense 0/bytes") == "75"
+    assert check_figures.text_of("constant math pi format=.2f") == "3.14"
+    with pytest.raises(check_figures.Unknown, match="no attribute"):
+        check_figures.text_of("constant math nothing")
+    (root / "bench" / "results" / "l.jsonl").write_text('{"a": 1}\n{"a": {"b": 4}}\n')
+    assert check_figures.text_of("value l.jsonl 1/a/b format=.0f") == "4"
+
+
 def test_a_wrong_number_is_named_with_its_line_and_replaced(root: Path) -> None:
     right = "<!-- figure: runs s SGD -->3<!-- /figure -->"
     page = f"one\nin {right} and\nby <!-- figure: ratio b.json 0/dense 0/bytes -->5.0<!-- /figure --> times\n"

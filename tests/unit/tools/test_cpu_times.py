@@ -1,0 +1,116 @@
+"""Time to an accuracy on CPU cores: what is read from the measurements, and what is said about them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cpu_times
+
+STEPS = 100  # of an epoch
+
+
+def run(arm: str, accuracy: float | None, seconds: float, **options: Any) -> dict[str, Any]:
+    """A line as bench/cpu_accuracy.py writes it; `seconds` are those of an epoch."""
+    epochs = int(arm.split(",")[1])
+    steps = 40 if accuracy is None else STEPS * epochs
+    total = seconds * steps / STEPS
+    line = {"arm": arm, "seed": 0, "accuracy": accuracy, "steps": steps, "steps_per_epoch": STEPS, "seconds": total}
+    line |= {"processor_seconds": 1.5 * total, "threads": 2, "process": total + 60, "load_after": 2.0}
+    return line | options
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "cpu_accuracy.jsonl"
+
+
+def read(file: Path, *lines: dict[str, Any]) -> cpu_times.Measured:
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return cpu_times.read(file)
+
+
+RUNS = (
+    run("sparse, 5", 0.84, 60),
+    run("sparse, 10", 0.85, 60),
+    run("sparse, 10", 0.87, 66),
+    run("bf16, 3", 0.80, 240),
+    run("bf16, 6", 0.86, 240),
+    run("float32, 6", None, 480),
+)
+
+
+def test_nothing_is_said_without_measurements(file: Path) -> None:
+    measured = cpu_times.read(file)
+    assert cpu_times.compare(measured) is None
+    assert cpu_times.table(measured) == "Not measured."
+    assert cpu_times.finding(measured) == cpu_times.explanation(measured) == ""
+
+
+def test_the_shortest_trainings_that_reach_85_percent_are_compared(file: Path) -> None:
+    measured = read(file, *RUNS)
+    found = cpu_times.compare(measured)
+    assert found is not None
+    assert found.bf16 is not None
+    assert (found.target, found.ours.epochs, found.bf16.epochs) == (85, 10, 6)
+    assert found.ours.minutes == pytest.approx(10.5)
+    assert (found.bf16.minutes, found.float32) == pytest.approx((24, 48))  # 40 steps of float32, extrapolated
+    assert cpu_times.finding(measured) == (
+        "85 % in 10 minutes of steps on two CPU cores; dense takes 24 (bf16) and 48 (float32)"
+    )
+    assert cpu_times.table(measured).splitlines()[2:] == [
+        "| sparse, 99 % | 5 | 84.0 | 1 | 5.0 | 6.0 |  |  |",
+        "| sparse, 99 % | 10 | 86.0 ± 1.4 | 2 | 10.5 | 11.5 | 4.6 × | 2.3 × |",
+        "| dense, bf16 | 3 | 80.0 | 1 | 12.0 | 13.0 |  |  |",
+        "| dense, bf16 | 6 | 86.0 | 1 | 24.0 | 25.0 | 2.0 × | 1.0 × |",
+        "| dense, float32 | 6 | not scored |  | 48.0 |  |  |  |",
+    ]
+    assert "Dense float32 was stopped after some steps" in cpu_times.explanation(measured)
+
+
+def test_a_lower_target_is_chosen_if_one_side_does_not_reach_it(file: Path) -> None:
+    found = cpu_times.compare(read(file, run("sparse, 10", 0.86, 60), run("bf16, 3", 0.8149, 240)))
+    assert found is not None
+    assert found.bf16 is not None
+    assert (found.target, found.bf16.epochs, found.float32) == (81, 3, None)
+
+
+def test_without_dense_training_only_our_time_is_given(file: Path) -> None:
+    measured = read(file, run("sparse, 10", 0.86, 60), run("float32, 6", None, 480))
+    assert cpu_times.finding(measured) == "85 % in 10 minutes of steps on two CPU cores"
+    assert cpu_times.table(measured).splitlines()[0].endswith("| of the whole process |")
+
+
+def test_steps_of_an_epoch_are_those_of_finished_arms_if_a_line_has_none(file: Path) -> None:
+    timed = {key: value for key, value in run("float32, 6", None, 480).items() if key != "steps_per_epoch"}
+    measured = read(file, run("sparse, 10", 0.86, 60), timed)
+    assert measured.of("float32")[0].minutes == pytest.approx(48)
+    assert read(file, timed).arms == ()  # no finished arm says how many steps there are
+
+
+def test_overrides_and_fewer_cores_are_left_out_and_bf16_activations_are_ours(file: Path) -> None:
+    others = [
+        run("sparse, 3, optimizer.lr=1", 0.9, 1),
+        run("sparse, 3", 0.9, 1, threads=1),
+        run("sparse, 8, precision=bf16", 0.86, 30),
+    ]
+    measured = read(file, *RUNS, *others)
+    assert [(arm.kind, arm.epochs) for arm in measured.of("sparse", "sparse bf16")] == [
+        ("sparse", 5),
+        ("sparse", 10),
+        ("sparse bf16", 8),
+    ]
+    found = cpu_times.compare(measured)
+    assert found is not None
+    assert found.ours.kind == "sparse bf16"
+
+
+def test_on_shared_cores_minutes_are_processor_time(file: Path) -> None:
+    measured = read(file, run("sparse, 10", 0.86, 60, load_after=3.0))
+    assert measured.shared
+    assert measured.arms[0].minutes == pytest.approx(7.5)
+    assert measured.arms[0].process == pytest.approx(11)
+    assert "processor time" in cpu_times.explanation(measured)

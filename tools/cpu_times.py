@@ -1,0 +1,203 @@
+"""Time to an accuracy on CPU cores: what bench/cpu_accuracy.py measured, and what README and the charts say about it.
+
+Arms with overrides of the recipe other than `precision=bf16` are left out, and so are arms on fewer cores if there are
+some on more. Arms that were stopped after some steps have no accuracy; their time is that of a step times the steps of
+the whole training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CORES = {1: "one CPU core", 2: "two CPU cores"}
+NAMES = {
+    "sparse": "sparse, 99 %",
+    "sparse bf16": "sparse, 99 %, bf16 activations",
+    "bf16": "dense, bf16",
+    "float32": "dense, float32",
+}
+ARM = re.compile(r"(\w+),? (\d+)(?:, precision=(bf16))?")
+TARGET = 85  # percent
+Line = dict[str, Any]
+
+
+class Arm(NamedTuple):
+    """The runs of a training of some epochs.
+
+    Attributes:
+        kind: A key of `NAMES`.
+        epochs: Its number of epochs.
+        accuracies: Final test accuracy in percent of each run; empty if only its steps were timed.
+        times: Minutes of the training steps of each run.
+        process: Minutes of a whole process, the mean over runs; `None` without an accuracy.
+    """
+
+    kind: str
+    epochs: int
+    accuracies: tuple[float, ...]
+    times: tuple[float, ...]
+    process: float | None
+
+    @property
+    def accuracy(self) -> float | None:
+        return statistics.mean(self.accuracies) if self.accuracies else None
+
+    @property
+    def minutes(self) -> float:
+        return statistics.mean(self.times)
+
+
+class Measured(NamedTuple):
+    """All arms; `shared` says that other programs used the cores, so that minutes are those of the processor."""
+
+    arms: tuple[Arm, ...] = ()
+    threads: int = 2
+    shared: bool = False
+
+    @property
+    def cores(self) -> str:
+        return CORES.get(self.threads, f"{self.threads} CPU cores")
+
+    def of(self, *kinds: str) -> list[Arm]:
+        return [arm for arm in self.arms if arm.kind in kinds]
+
+
+def read(file: Path) -> Measured:
+    """Read a file of bench/cpu_accuracy.py; no arms if it does not exist."""
+    lines: list[Line] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    threads = max((line.get("threads", 2) for line in lines), default=2)
+    found: dict[tuple[str, int], list[Line]] = {}
+    for line in lines:
+        match = ARM.fullmatch(line["arm"])
+        kind = " ".join(filter(None, (match[1], match[3]))) if match else ""
+        if match and kind in NAMES and line.get("threads", 2) == threads:
+            found.setdefault((kind, int(match[2])), []).append(line)
+    scored = {
+        key: mine for key, runs in found.items() if (mine := [run for run in runs if run["accuracy"] is not None])
+    }
+    shared = any(run.get("load_after", 0) > threads + 0.5 for runs in found.values() for run in runs)
+    known = {run["steps"] / key[1] for key, runs in scored.items() for run in runs if "steps" in run}
+    arms = []
+    for key, runs in found.items():
+        finished, each = scored.get(key, []), max(known, default=0.0)
+        times = [_minutes(run, threads if shared else 0) for run in finished]
+        if not finished:
+            times = [
+                _minutes(run, threads if shared else 0) / run["steps"] * steps
+                for run in runs
+                if (steps := key[1] * run.get("steps_per_epoch", each)) and run["steps"]
+            ]
+        if times:
+            processes = [run["process"] / 60 for run in finished if "process" in run]
+            accuracies = tuple(100 * run["accuracy"] for run in finished)
+            arms.append(Arm(*key, accuracies, tuple(times), statistics.mean(processes) if processes else None))
+    order = list(NAMES)
+    return Measured(tuple(sorted(arms, key=lambda arm: (order.index(arm.kind), arm.epochs))), threads, shared)
+
+
+def _minutes(run: Line, threads: int) -> float:
+    """Minutes of the steps that were taken; if `threads` is not 0, of the processor time on each of these cores."""
+    return (run["processor_seconds"] / threads if threads else run["seconds"]) / 60
+
+
+class Comparison(NamedTuple):
+    """The shortest trainings that reach `target` percent; `float32` has the minutes of the epochs of `bf16`."""
+
+    target: int
+    ours: Arm
+    bf16: Arm | None
+    float32: float | None
+
+
+def compare(measured: Measured) -> Comparison | None:
+    """Compare times to `TARGET`, or to the highest whole percentage that our arms and dense bf16 reach.
+
+    Dense float32 is taken to need as many epochs as dense bf16. `None` if no sparse arm has an accuracy.
+    """
+    ours, dense = (
+        [arm for arm in measured.of(*kinds) if arm.accuracies] for kinds in (("sparse", "sparse bf16"), ("bf16",))
+    )
+    if not ours:
+        return None
+    best = min(max(arm.accuracy or 0.0 for arm in arms) for arms in (ours, dense) if arms)
+    target = min(TARGET, math.floor(best))
+    first, rival = (
+        min((arm for arm in arms if (arm.accuracy or 0.0) >= target), key=lambda arm: arm.minutes, default=None)
+        for arms in (ours, dense)
+    )
+    assert first is not None
+    full = measured.of("float32")
+    same = [arm for arm in full if rival and arm.epochs == rival.epochs]
+    float32 = (
+        (same[0].minutes if same else rival.epochs * full[0].minutes / full[0].epochs) if rival and full else None
+    )
+    return Comparison(target, first, rival, float32)
+
+
+def table(measured: Measured) -> str:
+    """Accuracy and minutes of every arm, and how many times as fast it reaches the target as dense training."""
+    found = compare(measured)
+    if found is None:
+        return "Not measured."
+    rivals = {"float32": found.float32, "bf16": found.bf16.minutes if found.bf16 else None}
+    known = {name: minutes for name, minutes in rivals.items() if minutes is not None}
+    body = []
+    for arm in measured.arms:
+        spread = f" ± {statistics.stdev(arm.accuracies):.1f}" if len(arm.accuracies) > 1 else ""
+        told = "not scored" if arm.accuracy is None else f"{arm.accuracy:.1f}{spread}"
+        process = "" if arm.process is None else f"{arm.process:.1f}"
+        cells = [
+            NAMES[arm.kind],
+            str(arm.epochs),
+            told,
+            str(len(arm.accuracies) or ""),
+            f"{arm.minutes:.1f}",
+            process,
+        ]
+        reaches = arm.accuracy is not None and arm.accuracy >= found.target
+        body.append([*cells, *(f"{minutes / arm.minutes:.1f} ×" if reaches else "" for minutes in known.values())])
+    head = ["training", "epochs", "accuracy, %", "runs", "minutes of steps", "of the whole process"]
+    head += [f"dense {name} takes" for name in known]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
+
+
+def finding(measured: Measured) -> str:
+    """`85 % in 11 minutes of steps on two CPU cores; dense takes 25 (bf16) and 44 (float32)`."""
+    found = compare(measured)
+    if found is None:
+        return ""
+    told = f"{found.target} % in {found.ours.minutes:.0f} minutes of steps on {measured.cores}"
+    rivals = {"bf16": found.bf16.minutes if found.bf16 else None, "float32": found.float32}
+    times = [f"{minutes:.0f} ({name})" for name, minutes in rivals.items() if minutes is not None]
+    return f"{told}; dense takes {' and '.join(times)}" if times else told
+
+
+def explanation(measured: Measured) -> str:
+    """How to read the table, in sentences."""
+    found = compare(measured)
+    if found is None:
+        return ""
+    clock = (
+        "Other programs used the cores, so minutes of steps are processor time divided by the number of cores."
+        if measured.shared
+        else "Minutes are wall time."
+    )
+    ratios = (
+        f"The last columns say how many times as long dense training takes to {found.target} %, in minutes of steps; "
+        "of the trainings in the table, the shortest that ends there counts."
+    )
+    told = [
+        *([ratios] if found.bf16 else []),
+        clock,
+    ]
+    if found.float32 is not None and not any(arm.accuracies for arm in measured.of("float32")):
+        told.append(
+            "Dense float32 was stopped after some steps: its time is that of a step times the number of steps, and "
+            "it is taken to need as many epochs as bf16."
+        )
+    return " ".join(told)
