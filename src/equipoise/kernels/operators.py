@@ -19,6 +19,7 @@ from equipoise.kernels.library import LANES, Map, Norm
 from equipoise.kernels.taps import Pattern, Taps
 
 IDENTITY, FIXED, BATCH = range(3)
+FEW_WEIGHTS = 64  # of an input channel; with more, blocks of 16 outputs gain more in passes of their own
 MAPS = frozenset(field[0] for field in Norm._fields_ if field[1] is Map)
 
 
@@ -116,6 +117,13 @@ def weight_grad(x: Tensor, dy: Tensor, pattern: Pattern, bias: bool) -> tuple[Te
     return dvalues, dbias
 
 
+def _in_one_pass(pattern: Pattern) -> bool:
+    """Whether one pass over the gradient of the output is faster than one for each result, with bf16 maps."""
+    if pattern.shape.stride != (1, 1) or not library.has_bf16():
+        return False
+    return pattern.blocks is None or pattern.index.numel() < FEW_WEIGHTS * pattern.shape.in_channels
+
+
 def both_grads(
     x: Tensor, dy: Tensor, values: Tensor, pattern: Pattern, bias: bool, border: Border
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -130,7 +138,7 @@ def both_grads(
         border: Zeros to put around the gradient of the input.
     """
     shape = pattern.shape
-    if not boundary.is_half(x, dy) or shape.stride != (1, 1) or pattern.blocks is not None or not library.has_bf16():
+    if not boundary.is_half(x, dy) or not _in_one_pass(pattern):
         return input_grad(dy, values, pattern, x.shape, border), *weight_grad(x, dy, pattern, bias)
     dx = arena.take((x.shape[0], x.shape[1], x.shape[2], x.shape[3]), border, dy.dtype)
     dy = arena.with_border(dy, shape.grad_border((x.shape[2], x.shape[3])))

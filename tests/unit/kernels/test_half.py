@@ -245,12 +245,13 @@ def test_same_bits_every_time_at_a_number_of_threads(threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("outputs", [1, 16])
 @pytest.mark.parametrize(("density", "size", "padding"), [(0.02, 14, 1), (0.4, 14, 0), (0.2, 3, 1), (0.2, 5, 2)])
-def test_both_gradients_in_one_pass(density: float, size: int, padding: int, threads: int) -> None:
+def test_both_gradients(density: float, size: int, padding: int, outputs: int, threads: int) -> None:
     """Threads divide tiles if there are few taps and many positions, else channels; many taps form several blocks."""
     torch.manual_seed(1)
     shape = ConvShape(48, 40, (3, 3), (1, 1), (padding, padding))
-    index = (torch.rand(shape.weight_numel) < density).nonzero().flatten()
+    index = (torch.rand(48 // outputs, 360) < density).repeat_interleave(outputs, 0).flatten().nonzero().flatten()
     x, weight = rounded(70, 40, size, size), torch.zeros(48, 40, 3, 3).double()
     weight.view(-1)[index] = torch.randn(index.numel()).double()
     dy = rounded(70, 48, *shape.output((size, size)))
@@ -262,7 +263,9 @@ def test_both_gradients_in_one_pass(density: float, size: int, padding: int, thr
         torch.set_num_threads(threads)
         border = shape.grad_border((size, size))
         gradient, values = half(dy.float(), border).data, weight.view(-1)[index].float()
-        arguments = (half(x.float()).data, gradient, values, Pattern(shape, index), True, (1, 0))
+        pattern = Pattern(shape, index)
+        assert (pattern.blocks is not None) == (outputs == 16)
+        arguments = (half(x.float(), (padding, padding)).data, gradient, values, pattern, True, (1, 0))
         dx, dvalues, dbias = operators.both_grads(*arguments)
     finally:
         torch.set_num_threads(before)
