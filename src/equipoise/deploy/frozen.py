@@ -16,9 +16,10 @@ from equipoise.kernels import boundary
 from equipoise.kernels.blocked import as_float32, from_blocked, to_blocked
 from equipoise.kernels.library import available
 from equipoise.kernels.steps import Batch, plan
+from equipoise.storage.bf16_attention import replace_calls
 from equipoise.storage.blocked_graph import BLOCKED, blocked_graph
 from equipoise.storage.choice import dense_layers
-from equipoise.storage.pack import blocked_dtype, use_blocked_norms
+from equipoise.storage.pack import packed_dtype, use_blocked_norms
 from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
 from equipoise.storage.shortcut import Plan, Run, Shortcut
 from equipoise.storage.trace import Reading, read
@@ -38,7 +39,7 @@ def freeze(model: nn.Module) -> nn.Module:
     """
     if is_frozen(model):
         return model
-    dtype = blocked_dtype(model)
+    dtype = packed_dtype(model)
     model = copy.deepcopy(model).eval().requires_grad_(False)
     reading = read(model) if available() else None
     if reading is not None:
@@ -95,8 +96,11 @@ class Frozen(Shortcut):
         return type(self), (self.module, self._dtype)
 
     def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run | None:
-        parts = _parts(blocked_graph(reading.graph, self.module, tokens | dense_layers(self.module)), self.module)
+        graph = blocked_graph(reading.graph, self.module, tokens | dense_layers(self.module))
         half = self._dtype is torch.bfloat16 and not exact
+        if half:
+            replace_calls(graph)
+        parts = _parts(graph, self.module)
         return None if parts is None or self.module.training else Stretch(self.module, *parts, half)
 
     def is_current(self, plan: Plan) -> bool:

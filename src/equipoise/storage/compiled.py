@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 
 from equipoise.errors import UserError
+from equipoise.storage.bf16_attention import Bf16Attention
 from equipoise.storage.packed_modules import PackedLayer
 
 _operators = torch.library.Library("equipoise", "FRAGMENT")
@@ -163,6 +164,8 @@ def _with_tensors(module: nn.Module, new: dict[int, Tensor]) -> nn.Module:
             if isinstance(part, PackedLayer):
                 own["probe"] = None if part.probe is None else new.get(id(part.probe), part.probe)
             twin.__dict__ = own
+            if isinstance(vars(part).get("forward"), Bf16Attention):
+                twin.forward = Bf16Attention(twin)
         return made[id(part)]
 
     return copied(module)

@@ -15,6 +15,7 @@ from equipoise.checks import require_precision
 from equipoise.errors import UserError
 from equipoise.kernels.boundary import lanes
 from equipoise.kernels.library import available
+from equipoise.storage.bf16_attention import has_bf16_attention, replace_calls, use_bf16_attention
 from equipoise.storage.blocked_graph import blocked_graph
 from equipoise.storage.choice import Choice, choose
 from equipoise.storage.layer_cost import padding
@@ -54,6 +55,8 @@ def pack_masks(model: nn.Module, masks: Mapping[str, Tensor], precision: str = "
 def add_shortcuts(model: nn.Module, precision: str = "float32") -> nn.Module:
     """Let the largest parts of a packed model that can be read run in the blocked layout if it is faster.
 
+    In bf16, attention computes with bf16 operands too.
+
     Args:
         model: The packed model.
         precision: Activations between the layers of such a part: `float32` or `bf16`.
@@ -72,6 +75,8 @@ def add_shortcuts(model: nn.Module, precision: str = "float32") -> nn.Module:
             encoder.use_nested_tensor = False  # only torch's fused kernels take nested tensors
     if available():
         _add_shortcuts(model, PRECISIONS[precision])
+    if precision == "bf16":
+        use_bf16_attention(model)
     return model
 
 
@@ -122,13 +127,16 @@ class BlockedForward(Shortcut):
     def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run:
         dtype = torch.float32 if exact else self.dtype
         graph = blocked_graph(reading.graph, self.module, tokens | self._choice.dense, dtype)
+        if dtype is torch.bfloat16:
+            replace_calls(graph)
         return type(fx.GraphModule(self.module, graph)).forward  # a function of the module, which it does not keep
 
 
-def blocked_dtype(model: nn.Module) -> torch.dtype:
-    """Return the type of activations in the blocked layout; float32 if no module runs in it."""
+def packed_dtype(model: nn.Module) -> torch.dtype:
+    """Return the type of activations for which a model was packed; float32 if nothing in it runs in bfloat16."""
     forwards = [vars(module).get("forward") for module in model.modules()]
-    return next((forward.dtype for forward in forwards if isinstance(forward, BlockedForward)), torch.float32)
+    blocked = any(isinstance(forward, BlockedForward) and forward.dtype is torch.bfloat16 for forward in forwards)
+    return torch.bfloat16 if blocked or has_bf16_attention(model) else torch.float32
 
 
 def blocked_modules(model: nn.Module) -> list[str]:

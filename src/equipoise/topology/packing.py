@@ -58,7 +58,11 @@ def pack(
             whose initial mask is used.
         precision: `bf16` stores activations between blocked layers, and their gradients, in bfloat16, which halves the
             memory that a step moves. Weights, their gradients, statistics of BatchNorm and all sums stay float32.
-            Inputs and outputs are float32. Layers that run outside the blocked layout compute in float32.
+            Inputs and outputs are float32. Layers that run outside the blocked layout compute in float32. On a
+            processor with AVX512-BF16 it also computes `F.scaled_dot_product_attention` of 64 to 1024 keys with bf16
+            operands and sums in float32, if the forward of a module in the model calls it, or a function that the
+            forward names. Small attention, dropout, grouped queries, trained masks, other types than float32, a
+            forward with a checkpoint, autocast and torch.export leave it to torch.
         report: Whether to print a table of the layers: shape, sparsity, and whether they run sparse or dense and why.
             `eq.sparse.report` returns it as text.
 
