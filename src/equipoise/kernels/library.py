@@ -11,7 +11,7 @@ from typing import Any
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 8  # EQ_ABI in kernels.h
+ABI = 9  # EQ_ABI in kernels.h
 LANES = 16  # words of 4 bytes side by side: the numbers of 16 images in float32, of 32 in bf16
 CHUNK = 64  # of tokens, in linear.c
 
@@ -103,6 +103,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_norm_grad": [POINTER(Norm), c_int32],
     "eq_program": [POINTER(Step), c_int64, c_int32],
     "eq_layout": [_MAP, _MAP, c_int32, c_int32, c_int32],
+    "eq_spread": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32],
+    "eq_gather": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32],
 }
 # Functions that return whether they ran out of memory
 _ALLOCATING = {
@@ -114,7 +116,7 @@ _ALLOCATING = {
     "eq_pattern",
     "eq_program",
 }
-_RESULTS = {"eq_find_blocks": c_int64}
+_RESULTS = {"eq_find_blocks": c_int64, "eq_spread": c_int32, "eq_gather": c_int32}
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from equipoise.checks import require_precision
 from equipoise.errors import UserError
 from equipoise.kernels.boundary import lanes
-from equipoise.kernels.library import available
+from equipoise.kernels.library import LANES, available
 from equipoise.storage.blocked_graph import blocked_graph
 from equipoise.storage.choice import Choice, choose
 from equipoise.storage.layer_cost import padding
@@ -117,10 +117,20 @@ class BlockedForward(Shortcut):
 
     def pays(self, images: int) -> bool:
         """Blocks are padded to 16 images, 32 in bfloat16, which may cost more than the layout saves."""
-        return self._choice.time * padding(images, lanes(self.dtype)) <= 1
+        return self._choice.time * padding(images, lanes(self._stored(images))) <= 1
+
+    def _stored(self, images: int) -> torch.dtype:
+        """Type of the activations of a batch: half of a block of bfloat16 would be padding if it fits one of float32."""
+        return torch.float32 if images <= LANES else self.dtype
 
     def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run:
-        dtype = torch.float32 if exact else self.dtype
+        dtypes = {torch.float32} if exact else {torch.float32, self.dtype}
+        runs = {dtype: self._compile(reading, tokens, dtype) for dtype in dtypes}
+        if len(runs) == 1:
+            return runs[torch.float32]
+        return lambda module, x: runs[self._stored(x.shape[0])](module, x)
+
+    def _compile(self, reading: Reading, tokens: frozenset[str], dtype: torch.dtype) -> Run:
         graph = blocked_graph(reading.graph, self.module, tokens | self._choice.dense, dtype)
         return type(fx.GraphModule(self.module, graph)).forward  # a function of the module, which it does not keep
 
