@@ -254,9 +254,7 @@ class Bottleneck(nn.Module):
 def regnet() -> nn.Module:
     """A network like RegNetY-400MF, with groups of 8 channels."""
     widths = [32, 48, 104, 104, 208, 208, 208, 440, 440]
-    blocks = [
-        Bottleneck((a, b), b, 3, 1 if a == b else 2, b // 8, nn.ReLU) for a, b in zip(widths, widths[1:], strict=False)
-    ]
+    blocks = [Bottleneck((a, b), b, 3, 1 if a == b else 2, b // 8, nn.ReLU) for a, b in itertools.pairwise(widths)]
     return with_head(32, blocks, widths[-1], nn.ReLU)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from equipoise.errors import UserError
 from equipoise.kernels import boundary, library
 
-
 FEW = 1 << 16  # elements of a weight up to which autograd in C++ is faster than the kernel called from Python
 
 

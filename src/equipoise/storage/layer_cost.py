@@ -14,18 +14,24 @@ import math
 from equipoise.kernels.geometry import ConvShape
 from equipoise.kernels.library import LANES
 
-SPARSE_WEIGHT = 2.5  # an active weight in the sparse kernels
+SPARSE_WEIGHT = 2.0  # an active weight in the sparse kernels
 BLOCK_WEIGHT = 1.65  # the same in the kernel for blocks of 16 outputs
 SPARSE_CHANNEL = 20  # a channel that a sparse convolution reads or writes
 CONVERTED_CHANNEL = 60  # a channel converted to the blocked layout or back
 TOKEN_WEIGHT, TOKEN_CHANNEL = 2.2, 10  # the same for a linear layer on row-major vectors
 DEPTHWISE_WEIGHT = 7  # a weight of torch's depthwise convolution
-LEAVING = 1.05  # margin for leaving the blocked layout inside a network and coming back
-BLOCKED = 1.1  # margin for running a model in the blocked layout
+LEAVING = 1.2  # margin for leaving the blocked layout inside a network and coming back
+BLOCKED = 1.01  # margin for the blocked layout: in a tie the plain one wins, which can be channels_last
 ALONE = 1.25  # margin for converting the input and output of a single layer
-CALL_OF_SPARSE, CALL_OF_DENSE = 1e6, 4e5  # a call of the sparse kernel on plain tensors, and of a spread weight
+CALL_ON_TOKENS, CALL_ON_IMAGES = (
+    1e6,
+    8e6,
+)  # a call of the sparse linear kernel, and of the convolution on plain tensors
+CALL_OF_SPREAD = 4e5  # making a dense weight
 SORTED_WEIGHT, SPREAD_WEIGHT = 60, 5  # an active weight of the sparse kernel, and an element of a spread weight
-FEW_CHANNELS = 64  # of input and output together; smaller layers are not estimated without a batch: fixed costs decide
+FEW_CHANNELS = (
+    64  # of input and output together; smaller layers are not estimated without a batch: fixed costs decide
+)
 
 
 def is_small(shape: ConvShape) -> bool:
@@ -59,14 +65,14 @@ def sparse_alone(shape: ConvShape, active: int, images: int) -> float:
     return ALONE * (sparse(shape, active, images) + conversion(shape))
 
 
-def sparse_call(active: int) -> float:
+def sparse_call(active: int, on_tokens: bool) -> float:
     """Return the time of a call of the sparse kernel between plain tensors that does not depend on its input."""
-    return CALL_OF_SPARSE + SORTED_WEIGHT * active
+    return (CALL_ON_TOKENS if on_tokens else CALL_ON_IMAGES) + SORTED_WEIGHT * active
 
 
 def dense_call(shape: ConvShape, active: int) -> float:
     """Return the time of making the dense weight for a call; a weight without zeros is there already."""
-    return 0.0 if active == shape.weight_numel else CALL_OF_DENSE + SPREAD_WEIGHT * shape.weight_numel
+    return 0.0 if active == shape.weight_numel else CALL_OF_SPREAD + SPREAD_WEIGHT * shape.weight_numel
 
 
 def outside_blocks(shape: ConvShape) -> float:

@@ -120,7 +120,7 @@ class BlockedForward(Shortcut):
         return self._choice.time * padding(images, lanes(self._stored(images))) <= 1
 
     def _stored(self, images: int) -> torch.dtype:
-        """Type of the activations of a batch: half of a block of bfloat16 would be padding if it fits one of float32."""
+        """Type of the activations of a batch: half of a block of bfloat16 is padding if float32 needs one block too."""
         return torch.float32 if images <= LANES else self.dtype
 
     def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run:

@@ -105,6 +105,11 @@ class PackedLayer(nn.Module):
         return None
 
     @property
+    def _on_tokens(self) -> bool:
+        """Whether the linear kernel computes the layer on plain tensors, without the blocked layout."""
+        return self.of_patches is not None
+
+    @property
     def density(self) -> float:
         """Fraction of the weights that is active."""
         return self.values.numel() / max(1, math.prod(self.weight_shape))
@@ -204,7 +209,7 @@ class PackedLayer(nn.Module):
     def _estimate_dense(self, size: torch.Size) -> bool:
         """Estimate whether torch's dense operation is faster for a plain input of this size, with fixed costs."""
         vectors, active = self._vectors(size), self.values.numel()
-        sparse = vectors * self.time_alone(size[0]) + layer_cost.sparse_call(active)
+        sparse = vectors * self.time_alone(size[0]) + layer_cost.sparse_call(active, self._on_tokens)
         return sparse > vectors * layer_cost.dense(self.shape) + layer_cost.dense_call(self.shape, active)
 
     def _vectors(self, size: torch.Size) -> float:
@@ -390,6 +395,7 @@ class PackedLinear(PackedLayer):
     """Linear. A plain input may have any leading dimensions and is read as it is, without the blocked layout."""
 
     dims = 2
+    _on_tokens = True
 
     def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
         if isinstance(x, Blocked):

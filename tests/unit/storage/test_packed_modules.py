@@ -337,7 +337,7 @@ def test_norms_of_another_length_are_refused(name: str, frozen: bool) -> None:
 @pytest.mark.skipif(not library.available(), reason=library.reason())
 def test_denser_layers_stay_sparse_if_their_weights_form_blocks() -> None:
     torch.manual_seed(0)
-    layer, density = nn.Conv2d(256, 256, 3), 0.55
+    layer, density = nn.Conv2d(256, 256, 3), 0.7
     blocks = (torch.rand(16, 1, 256, 3, 3) < density).expand(-1, 16, -1, -1, -1).reshape(layer.weight.shape)
     single = torch.rand_like(layer.weight) < density
     in_blocks, unstructured = packed(layer, blocks), packed(layer, single)
