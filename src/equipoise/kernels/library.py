@@ -105,6 +105,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_norm_grad": [POINTER(Norm), c_int32],
     "eq_program": [POINTER(Step), c_int64, c_int32],
     "eq_layout": [_MAP, _MAP, c_int32, c_int32, c_int32],
+    "eq_spread": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32],
+    "eq_gather": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32],
 }
 # Functions that return whether they ran out of memory
 _ALLOCATING = {
@@ -117,7 +119,7 @@ _ALLOCATING = {
     "eq_pattern",
     "eq_program",
 }
-_RESULTS = {"eq_find_blocks": c_int64, "eq_level": c_int32}
+_RESULTS = {"eq_find_blocks": c_int64, "eq_level": c_int32, "eq_spread": c_int32, "eq_gather": c_int32}
 
 
 @functools.cache

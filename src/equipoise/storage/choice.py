@@ -53,7 +53,7 @@ def choose(graph: fx.Graph, model: nn.Module) -> Choice:
     for node, size in sizes.items():
         if node.target in (to_blocked, from_blocked):
             blocked += size.positions * size.channels * layer_cost.CONVERTED_CHANNEL
-    return Choice(dense, blocked / one_by_one)
+    return Choice(dense, layer_cost.BLOCKED * blocked / one_by_one)
 
 
 def dense_layers(model: nn.Module) -> frozenset[str]:

@@ -2,6 +2,9 @@
 
 Times are those of a forward and a backward pass, per image and position of the output, in units of one weight of a
 dense convolution. They were fitted to layers of 32 to 512 channels on one core with AVX-512 (`bench/cpu.py layers`).
+
+A call also takes a time that does not depend on the number of positions: Python, the active weights that the sparse
+kernel sorts, or the dense weight that is written and its gradient that is read. It decides in small layers and batches.
 """
 
 from __future__ import annotations
@@ -18,8 +21,15 @@ CONVERTED_CHANNEL = 60  # a channel converted to the blocked layout or back
 TOKEN_WEIGHT, TOKEN_CHANNEL = 2.2, 10  # the same for a linear layer on row-major vectors
 DEPTHWISE_WEIGHT = 7  # a weight of torch's depthwise convolution
 LEAVING = 1.2  # margin for leaving the blocked layout inside a network and coming back
+BLOCKED = 1.01  # margin for the blocked layout: in a tie the plain one wins, which can be channels_last
 ALONE = 1.25  # margin for converting the input and output of a single layer
-FEW_CHANNELS = 64  # of input and output together; smaller layers are not estimated, because fixed costs decide
+CALL_ON_TOKENS, CALL_ON_IMAGES = (
+    1e6,
+    8e6,
+)  # a call of the sparse linear kernel, and of the convolution on plain tensors
+CALL_OF_SPREAD = 4e5  # making a dense weight
+SORTED_WEIGHT, SPREAD_WEIGHT = 60, 5  # an active weight of the sparse kernel, and an element of a spread weight
+FEW_CHANNELS = 64  # of input and output together; smaller layers are estimated with a batch only: fixed costs decide
 
 
 def is_small(shape: ConvShape) -> bool:
@@ -51,6 +61,16 @@ def conversion(shape: ConvShape) -> float:
 def sparse_alone(shape: ConvShape, active: int, images: int) -> float:
     """Return the time of the sparse kernel between plain tensors."""
     return ALONE * (sparse(shape, active, images) + conversion(shape))
+
+
+def sparse_call(active: int, on_tokens: bool) -> float:
+    """Return the time of a call of the sparse kernel between plain tensors that does not depend on its input."""
+    return (CALL_ON_TOKENS if on_tokens else CALL_ON_IMAGES) + SORTED_WEIGHT * active
+
+
+def dense_call(shape: ConvShape, active: int) -> float:
+    """Return the time of making the dense weight for a call; a weight without zeros is there already."""
+    return 0.0 if active == shape.weight_numel else CALL_OF_SPREAD + SPREAD_WEIGHT * shape.weight_numel
 
 
 def outside_blocks(shape: ConvShape) -> float:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from equipoise.checks import require_precision
 from equipoise.errors import UserError
 from equipoise.kernels.boundary import lanes
-from equipoise.kernels.library import available
+from equipoise.kernels.library import LANES, available
 from equipoise.storage.bf16_attention import has_bf16_attention, replace_calls, use_bf16_attention
 from equipoise.storage.blocked_graph import blocked_graph
 from equipoise.storage.choice import Choice, choose
@@ -122,12 +122,22 @@ class BlockedForward(Shortcut):
 
     def pays(self, images: int) -> bool:
         """Blocks are padded to 16 images, 32 in bfloat16, which may cost more than the layout saves."""
-        return self._choice.time * padding(images, lanes(self.dtype)) <= 1
+        return self._choice.time * padding(images, lanes(self._stored(images))) <= 1
+
+    def _stored(self, images: int) -> torch.dtype:
+        """Type of the activations of a batch: half of a block of bfloat16 is padding if float32 needs one block too."""
+        return torch.float32 if images <= LANES else self.dtype
 
     def compile(self, reading: Reading, tokens: frozenset[str], exact: bool = False) -> Run:
-        dtype = torch.float32 if exact else self.dtype
+        in_float32 = self._compile(reading, tokens, torch.float32, exact)
+        if exact or self.dtype is torch.float32:
+            return in_float32
+        runs = {torch.float32: in_float32, self.dtype: self._compile(reading, tokens, self.dtype)}
+        return lambda module, x: runs[self._stored(x.shape[0])](module, x)
+
+    def _compile(self, reading: Reading, tokens: frozenset[str], dtype: torch.dtype, exact: bool = False) -> Run:
         graph = blocked_graph(reading.graph, self.module, tokens | self._choice.dense, dtype)
-        if dtype is torch.bfloat16:
+        if self.dtype is torch.bfloat16 and not exact:
             replace_calls(graph)
         return type(fx.GraphModule(self.module, graph)).forward  # a function of the module, which it does not keep
 

@@ -19,6 +19,7 @@ from equipoise.kernels.geometry import NO_BORDER, Border, ConvShape
 from equipoise.kernels.library import LANES
 from equipoise.kernels.linear import linear
 from equipoise.kernels.plain_conv import conv
+from equipoise.kernels.spread import for_spread, spread
 from equipoise.kernels.taps import Pattern, check_index, pattern_of
 from equipoise.storage import layer_cost
 from equipoise.storage.sparse_weight import is_cleared
@@ -30,6 +31,7 @@ ATTRIBUTES = (
 )  # fmt: skip
 
 
+MOST_SHAPES = 64  # of inputs for which a layer remembers how it runs
 Versions = list[int] | None
 
 
@@ -93,13 +95,19 @@ class PackedLayer(nn.Module):
         self.weight_suffix = ".weight"  # of the name of the weight before packing, after the name of the layer
         self.in_blocks = False  # whether the layers around it run in the blocked layout
         # versions of tensors, aliases that keep their memory from other tensors, and what was found for them
-        self._checked: tuple[Versions, Tensor] | None = None
+        self._checked: tuple[Versions, Tensor, Tensor] | None = None
         self._kept: tuple[Versions, tuple[Tensor, Tensor], Tensor] | None = None
+        self._dense_for: dict[tuple[torch.Size, int], bool] = {}  # by shape of a plain input and active weights
 
     @property
     def of_patches(self) -> ConvShape | None:
         """The linear layer that the layer is on patches of a plain input; `None` if it has no such form."""
         return None
+
+    @property
+    def _on_tokens(self) -> bool:
+        """Whether the linear kernel computes the layer on plain tensors, without the blocked layout."""
+        return self.of_patches is not None
 
     @property
     def density(self) -> float:
@@ -109,19 +117,19 @@ class PackedLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense weight, differentiable with respect to `values` and to the probe if one is open."""
-        self._check_index()
-        weight = _Spread.apply(self.values, self.index, math.prod(self.weight_shape)).view(self.weight_shape)
+        weight = spread(self.values, self._checked_index(), math.prod(self.weight_shape)).view(self.weight_shape)
         probe = self._active_probe()
         return weight if probe is None else weight + probe
 
-    def _check_index(self) -> None:
-        """Refuse indices that the weight does not have. Those that were checked last are not checked again."""
-        if torch.compiler.is_compiling():
-            return  # compiled code checks bounds when it writes
+    def _checked_index(self) -> Tensor:
+        """The indices for `spread`; those that the weight does not have are refused. The last ones are remembered."""
+        if torch.compiler.is_compiling() or type(self.index) is not Tensor:  # such as tensors without memory
+            return self.index  # compiled code checks bounds when it writes
         versions = _versions(self.index)
         if versions is None or self._checked is None or self._checked[0] != versions:
             check_index(self.index, math.prod(self.weight_shape))
-            self._checked = versions, self.index.detach()
+            self._checked = versions, self.index.detach(), for_spread(self.index, math.prod(self.weight_shape))
+        return self._checked[2]
 
     # Gradients of inactive weights
 
@@ -178,6 +186,36 @@ class PackedLayer(nn.Module):
         """Return whether torch's dense operation is faster between plain tensors, for a batch of `images`."""
         return not layer_cost.is_small(self.shape) and self.time_alone(images) > layer_cost.dense(self.shape)
 
+    def _runs_dense(self, x: Tensor) -> bool:
+        """Return whether torch's dense operation is faster for a plain input.
+
+        It depends on shapes and the number of active weights only, so that a run that is stopped and resumed computes
+        the same numbers.
+        """
+        if not library.available():
+            return True
+        if torch.compiler.is_exporting() or not x.dim():
+            return self.dense_alone()  # an exported program takes batches of any size
+        if torch.compiler.is_compiling() or type(x) is not Tensor:  # such as tensors whose sizes are symbols
+            return self.dense_alone(x.shape[0])
+        key = x.shape, self.values.shape[0]
+        found = self._dense_for.get(key)
+        if found is None:
+            if len(self._dense_for) >= MOST_SHAPES:
+                self._dense_for.clear()
+            found = self._dense_for[key] = self._estimate_dense(x.shape)
+        return found
+
+    def _estimate_dense(self, size: torch.Size) -> bool:
+        """Estimate whether torch's dense operation is faster for a plain input of this size, with fixed costs."""
+        vectors, active = self._vectors(size), self.values.numel()
+        sparse = vectors * self.time_alone(size[0]) + layer_cost.sparse_call(active, self._on_tokens)
+        return sparse > vectors * layer_cost.dense(self.shape) + layer_cost.dense_call(self.shape, active)
+
+    def _vectors(self, size: torch.Size) -> float:
+        """Number of positions of the output, of all images, for an input of this size."""
+        return size[0] * math.prod(size[2:]) / math.prod(self.shape.stride)
+
     @property
     def pattern(self) -> Pattern:
         """The pattern of the current indices."""
@@ -201,7 +239,10 @@ class PackedLayer(nn.Module):
         self.values.grad = None
 
     def how(self) -> str:
-        """Return how the layer runs in batches of 16 or more: `sparse`, or `dense` with the reason."""
+        """Return how the layer runs in large batches: `sparse`, or `dense` with the reason.
+
+        In a small batch a small layer runs dense at more densities, because fixed costs decide.
+        """
         if not library.available():
             return f"dense: {library.reason()}"
         if self.dense_in_blocks if self.in_blocks else self.dense_alone():
@@ -211,9 +252,7 @@ class PackedLayer(nn.Module):
     def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
         if isinstance(x, Blocked):
             return self._run_dense(x, border) if self.dense_in_blocks else self._run_blocked(x, border)
-        # an exported program takes batches of any size
-        images = LANES if torch.compiler.is_exporting() or not x.dim() else x.shape[0]
-        if not library.available() or self.dense_alone(images):
+        if self._runs_dense(x):
             return self.dense_forward(x)
         self._check(x)
         if torch.compiler.is_compiling() or type(x) is not Tensor:  # such as tensors without memory
@@ -295,7 +334,7 @@ class PackedLayer(nn.Module):
         check_index(index, math.prod(self.weight_shape))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "probe": None, "_kept": None, "_checked": None}
+        return {**self.__dict__, "probe": None, "_kept": None, "_checked": None, "_dense_for": {}}
 
     def extra_repr(self) -> str:
         return f"{self.weight_shape}, density={self.density:.4g}, {self.how()}"
@@ -312,7 +351,7 @@ class PackedConv2d(PackedLayer):
 
     def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
         shape = self.of_patches
-        if isinstance(x, Blocked) or shape is None or not library.available() or self.dense_alone():
+        if isinstance(x, Blocked) or shape is None or self._runs_dense(x):
             return super().forward(x, border)
         self._check(x)
         self.check_values()
@@ -356,6 +395,7 @@ class PackedLinear(PackedLayer):
     """Linear. A plain input may have any leading dimensions and is read as it is, without the blocked layout."""
 
     dims = 2
+    _on_tokens = True
 
     def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
         if isinstance(x, Blocked):
@@ -364,7 +404,7 @@ class PackedLinear(PackedLayer):
             return to_blocked(cast(Tensor, self.forward(from_blocked(x))), border, x.data.dtype)
         if not x.dim():
             raise self._wrong_dims(())
-        if not library.available() or self.dense_alone():
+        if self._runs_dense(x):
             return self.dense_forward(x)
         self.check_values()
         shape = self.shape.out_channels, self.shape.in_channels
@@ -376,19 +416,8 @@ class PackedLinear(PackedLayer):
     def time_alone(self, images: int = LANES) -> float:
         return layer_cost.sparse_on_tokens(self.shape, self.index.numel())
 
-
-class _Spread(torch.autograd.Function):
-    """Dense vector of active values. Faster than `index_put` and its derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, index: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(index)
-        return values.new_zeros(size).scatter_(0, index.long(), values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (index,) = ctx.saved_tensors
-        return grad.index_select(0, index), None, None
+    def _vectors(self, size: torch.Size) -> float:
+        return math.prod(size[:-1])
 
 
 def weight_name(name: str, layer: PackedLayer) -> str:

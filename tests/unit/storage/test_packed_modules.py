@@ -373,3 +373,29 @@ def test_a_convolution_of_patches_is_that_of_torch(
     wanted = (expected, exact.grad, dense.weight.grad[mask], dense.bias.grad, dense.weight.grad)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+ESTIMATE = PackedLayer._estimate_dense  # before the fixture of all tests replaces it
+
+
+@pytest.mark.skipif(not library.available(), reason=library.reason())
+@pytest.mark.parametrize(("tokens", "runs_dense"), [(4, True), (4096, False)])
+def test_a_small_batch_of_a_small_layer_runs_dense(
+    tokens: int, runs_dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackedLayer, "_estimate_dense", ESTIMATE)
+    torch.manual_seed(0)
+    dense = nn.Linear(128, 128)
+    mask = torch.rand(dense.weight.shape) < 0.05
+    with torch.no_grad():
+        dense.weight.mul_(mask)
+    layer, called = packed(dense, mask), []
+    assert layer is not None
+    run = layer.dense_forward
+    monkeypatch.setattr(layer, "dense_forward", lambda x: called.append(x.shape[0]) or run(x))
+    for batch in (tokens, 64, tokens):  # other batches before do not matter
+        x = torch.randn(batch, 128, requires_grad=True)
+        mine, theirs = (torch.autograd.grad(net(x).square().sum(), x)[0] for net in (layer, dense))
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert called.count(tokens) == 2 * runs_dense
+    assert copy.deepcopy(layer)._runs_dense(x.detach()) is runs_dense

@@ -105,6 +105,16 @@ def test_activations_are_stored_in_bf16_and_parameters_in_float32(under_autocast
     assert saved_types(pack(net(), masks(net())), x) == {torch.float32}
 
 
+@pytest.mark.parametrize("images", [2, 16])
+def test_a_batch_that_fits_one_block_of_float32_runs_in_float32(images: int) -> None:
+    model, exact = (pack(net(), masks(net()), precision=precision).train() for precision in ("bf16", "float32"))
+    exact.load_state_dict(model.state_dict())
+    for batch, dtype in ((images, torch.float32), (17, torch.bfloat16), (images, torch.float32)):
+        x = torch.rand(batch, 3, 8, 8)
+        assert saved_types(model, x) == {dtype}
+        assert torch.equal(model(x), exact(x)) is (dtype is torch.float32)
+
+
 def test_copies_keep_the_precision_and_unpacking_loses_nothing() -> None:
     model = pack(net(), masks(net()), precision="bf16").eval()
     x = torch.rand(32, 3, 8, 8)
