@@ -21,8 +21,8 @@ CONVERTED_CHANNEL = 60  # a channel converted to the blocked layout or back
 TOKEN_WEIGHT, TOKEN_CHANNEL = 2.2, 10  # the same for a linear layer on row-major vectors
 DEPTHWISE_WEIGHT = 7  # a weight of torch's depthwise convolution
 LEAVING = 1.2  # margin for leaving the blocked layout inside a network and coming back
-BLOCKED = 1.01  # margin for the blocked layout: in a tie the plain one wins, which can be channels_last
-ALONE = 1.25  # margin for converting the input and output of a single layer
+BLOCKED = 1.04  # margin for the blocked layout: in a tie the plain one wins, which can be channels_last
+ALONE = 1.7  # margin for a single layer: conversions, and the layers after it lose channels_last
 CALL_ON_TOKENS, CALL_ON_IMAGES = (
     1e6,
     8e6,
