@@ -23,15 +23,11 @@ DEPTHWISE_WEIGHT = 7  # a weight of torch's depthwise convolution
 LEAVING = 1.2  # margin for leaving the blocked layout inside a network and coming back
 BLOCKED = 1.04  # margin for the blocked layout: in a tie the plain one wins, which can be channels_last
 ALONE = 1.7  # margin for a single layer: conversions, and the layers after it lose channels_last
-CALL_ON_TOKENS, CALL_ON_IMAGES = (
-    1e6,
-    8e6,
-)  # a call of the sparse linear kernel, and of the convolution on plain tensors
-CALL_OF_SPREAD = 4e5  # making a dense weight
+CALL_ON_TOKENS = 2e6  # a call of the sparse linear kernel
+CALL_ON_IMAGES = 8e6  # a call of the sparse convolution on plain tensors
+CALL_OF_SPREAD = 3e5  # making a dense weight
 SORTED_WEIGHT, SPREAD_WEIGHT = 60, 5  # an active weight of the sparse kernel, and an element of a spread weight
-FEW_CHANNELS = (
-    64  # of input and output together; smaller layers are not estimated without a batch: fixed costs decide
-)
+FEW_CHANNELS = 64  # of input and output together; smaller layers need a batch for an estimate: fixed costs decide
 
 
 def is_small(shape: ConvShape) -> bool:
