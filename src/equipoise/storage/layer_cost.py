@@ -27,7 +27,7 @@ CALL_ON_TOKENS = 2e6  # a call of the sparse linear kernel
 CALL_ON_IMAGES = 8e6  # a call of the sparse convolution on plain tensors
 CALL_OF_SPREAD = 3e5  # making a dense weight
 SORTED_WEIGHT, SPREAD_WEIGHT = 60, 5  # an active weight of the sparse kernel, and an element of a spread weight
-FEW_CHANNELS = 64  # of input and output together; smaller layers are estimated with a batch only: fixed costs decide
+FEW_CHANNELS = 64  # of input and output together; smaller layers need a batch for an estimate: fixed costs decide
 
 
 def is_small(shape: ConvShape) -> bool:
