@@ -187,14 +187,16 @@ class PackedLayer(nn.Module):
         return not layer_cost.is_small(self.shape) and self.time_alone(images) > layer_cost.dense(self.shape)
 
     def _runs_dense(self, x: Tensor) -> bool:
-        """Return whether torch's dense operation is faster for a plain input.
+        """Return whether torch's dense operation is faster for a plain input, which is checked for either kernel.
 
-        It depends on shapes and the number of active weights only, so that a run that is stopped and resumed computes
-        the same numbers.
+        The choice depends on shapes and the number of active weights only, so that a run that is stopped and resumed
+        computes the same numbers.
         """
         if not library.available():
             return True
-        if torch.compiler.is_exporting() or not x.dim():
+        self._check(x)
+        self.check_values()
+        if torch.compiler.is_exporting():
             return self.dense_alone()  # an exported program takes batches of any size
         if torch.compiler.is_compiling() or type(x) is not Tensor:  # such as tensors whose sizes are symbols
             return self.dense_alone(x.shape[0])
@@ -254,7 +256,6 @@ class PackedLayer(nn.Module):
             return self._run_dense(x, border) if self.dense_in_blocks else self._run_blocked(x, border)
         if self._runs_dense(x):
             return self.dense_forward(x)
-        self._check(x)
         if torch.compiler.is_compiling() or type(x) is not Tensor:  # such as tensors without memory
             return self._run_plain(as_float32(x))
         return from_blocked(self._run_blocked(to_blocked(x, self.shape.padding), NO_BORDER))
@@ -279,8 +280,12 @@ class PackedLayer(nn.Module):
         raise NotImplementedError
 
     def _check(self, x: Tensor) -> None:
+        """Refuse a plain input that the sparse kernel would refuse, whichever kernel takes it."""
         if x.dim() != self.dims:
             raise self._wrong_dims(tuple(x.shape))
+        self.shape.check_channels(x.shape[1])
+        self.shape.output((x.shape[2] if self.dims == 4 else 1, x.shape[-1]))
+        as_float32(x)
 
     def _wrong_dims(self, shape: tuple[int, ...]) -> UserError:
         return UserError(f"{type(self).__name__} takes a batch of {self.dims} dimensions, not {shape}")
@@ -353,8 +358,6 @@ class PackedConv2d(PackedLayer):
         shape = self.of_patches
         if isinstance(x, Blocked) or shape is None or self._runs_dense(x):
             return super().forward(x, border)
-        self._check(x)
-        self.check_values()
         return self._run_patches(as_float32(x), shape)
 
     def _run_patches(self, x: Tensor, shape: ConvShape) -> Tensor:
@@ -402,13 +405,16 @@ class PackedLinear(PackedLayer):
             if x.dims == 2:
                 return super().forward(x)
             return to_blocked(cast(Tensor, self.forward(from_blocked(x))), border, x.data.dtype)
-        if not x.dim():
-            raise self._wrong_dims(())
         if self._runs_dense(x):
             return self.dense_forward(x)
-        self.check_values()
         shape = self.shape.out_channels, self.shape.in_channels
         return linear(as_float32(x), self.values, self.bias, self.index, shape, self._active_probe())
+
+    def _check(self, x: Tensor) -> None:
+        if not x.dim():
+            raise self._wrong_dims(())
+        self.shape.check_channels(x.shape[-1])
+        as_float32(x)
 
     def dense_forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.dense_weight(), self.bias)

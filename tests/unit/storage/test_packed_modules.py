@@ -399,3 +399,30 @@ def test_a_small_batch_of_a_small_layer_runs_dense(
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert called.count(tokens) == 2 * runs_dense
     assert copy.deepcopy(layer)._runs_dense(x.detach()) is runs_dense
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.Conv2d(3, 4, 3), torch.zeros(3, 8, 8)),
+        (nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 2, 8, 8)),
+        (nn.Conv2d(3, 4, 3), torch.zeros(2, 4, 8, 8)),
+        (nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 2, 8)),
+        (nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8, dtype=torch.float64)),
+        (nn.Conv2d(3, 4, 2, stride=2), torch.zeros(2, 3, 1, 8)),
+        (nn.Conv1d(3, 4, 3), torch.zeros(2, 3, 2)),
+        (nn.Linear(3, 4), torch.tensor(0.0)),
+        (nn.Linear(3, 4), torch.zeros(2, 4)),
+        (nn.Linear(3, 4), torch.zeros(2, 3, dtype=torch.float16)),
+    ],
+)
+def test_both_kernels_refuse_the_same_inputs(
+    layer: nn.Module, x: Tensor, dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which one runs depends on the batch, so that a model would else refuse an input or not by its size."""
+    monkeypatch.setattr(PackedLayer, "_estimate_dense", lambda *_: dense)
+    mine = packed(layer, torch.ones_like(layer.get_parameter("weight")).tril() > 0)
+    assert mine is not None
+    with pytest.raises(UserError):
+        mine(x)
