@@ -547,12 +547,21 @@ def write() -> None:
     PAGE.write_text(f"{before.rstrip()}\n\n{begin}\n## Packed models on a CPU\n\n{page()}\n{end}{after}")
 
 
+def processor() -> str:
+    """Name, family and model of the processor; only the last two tell its generation if a cloud hides the name."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().split("\n\n")[0].splitlines() if information.exists() else []
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    names = (found.get("model name", platform.machine()), found.get("cpu family"), found.get("model"))
+    return " ".join(f"{word}{name}" for word, name in zip(("", "family ", "model "), names, strict=True) if name)
+
+
 def about(cpu_time: bool) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
         "date": str(date.today()),
         "threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit or "unknown",
