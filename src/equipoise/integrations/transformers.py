@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from equipoise.correction.estimator import Estimator
 from equipoise.errors import UserError
+from equipoise.files import remove_leftovers
 from equipoise.integrations.attachment import Attachment
 from equipoise.topology import Algorithm
 from equipoise.training import checkpoint
@@ -89,7 +90,9 @@ class SparseTraining(Attachment, TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         saved = self.state_dict()
         if state.is_world_process_zero:
-            checkpoint.save(_folder(args, state) / FILE, saved)
+            file = _folder(args, state) / FILE
+            remove_leftovers(file)  # of a process that was killed at the same step
+            checkpoint.save(file, saved)
 
     def on_log(
         self,

@@ -196,7 +196,8 @@ def _kill(subject: Subject, random: Random, folder: Path, tally: Tally) -> None:
     # also if the run was finished: its last checkpoint may have been damaged
     assert subject.run(folder, "killed", random) == 0, log.read_text()
     subject.compare(folder, "whole", "killed")
-    assert not [path for path in (folder / "killed").rglob("*") if path.name.endswith(".tmp")]
+    left = [str(path.relative_to(folder)) for path in (folder / "killed").rglob("*") if path.name.endswith(".tmp")]
+    assert not left, f"temporary files are left: {left}"
 
 
 def _traps(subject: Subject, random: Random) -> list[Point | float]:

@@ -38,6 +38,14 @@ def test_train_is_the_same_training_as_a_plain_loop(hf: Any, tmp_path: Path, nam
     assert ("correction/weight" in logged[-1]) == (name != "none")
 
 
+def test_a_checkpoint_is_cleared_of_what_a_killed_process_left(hf: Any, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / ".equipoise.safetensors.0123.tmp").touch()
+    hf.train(tmp_path, None, save_strategy="steps", save_steps=4, max_steps=4)
+    assert (tmp_path / "checkpoint-4" / "equipoise.safetensors").exists()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
 @pytest.mark.parametrize(("name", "stop_after"), [("none", 8), ("agent", 8), ("replay", 6)])
 def test_a_resumed_training_ends_with_the_weights_of_an_uninterrupted_one(
     hf: Any, tmp_path: Path, name: str, stop_after: int
