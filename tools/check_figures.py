@@ -216,14 +216,20 @@ def bench(file: str) -> Any:
         raise Unknown(f"bench/results/{file} cannot be read ({type(error).__name__})") from None
 
 
-def at(file: str, path: str) -> float:
-    """Return a number of a JSON file by its keys: `vgg_c/train/0.99`."""
+def entry(file: str, path: str) -> Any:
+    """Return a value of a JSON file by its keys: `vgg_c/train/0.99`."""
     value = bench(file)
     for key in path.split("/"):
         try:
             value = value[int(key)] if isinstance(value, list) else value[key]
         except (LookupError, TypeError, ValueError):
             raise Unknown(f"bench/results/{file} has no {path}") from None
+    return value
+
+
+def at(file: str, path: str) -> float:
+    """Return a number of a JSON file by its keys."""
+    value = entry(file, path)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unknown(f"bench/results/{file}: {path} is not a number")
     return value
@@ -239,6 +245,20 @@ def value(file: str, path: str, scale: str = "1", format: str = ".1f") -> str:
 def ratio(file: str, first: str, second: str, format: str = ".1f") -> str:
     """The ratio of two numbers of a benchmark."""
     return f"{at(file, first) / at(file, second):{format}}"
+
+
+@figure
+def faster(case: str, rival: str, than: str = "dense ") -> str:
+    """`4.7`: how many times as fast a rival of bench/cpu.py is as the fastest dense one: `faster vgg_c/0 "packed 90 %"`.
+
+    Dense rivals are those whose name begins with `than`, such as `than="dense float32"`.
+    """
+    section, number = case.split("/")
+    path = f"{section}/measured/{number}/milliseconds"
+    dense = [at("cpu.json", f"{path}/{name}") for name in entry("cpu.json", path) if name.startswith(than)]
+    if not dense:
+        raise Unknown(f'bench/results/cpu.json: {case} has no rival "{than}"')
+    return f"{min(dense) / at('cpu.json', f'{path}/{rival}'):.1f}"
 
 
 @figure

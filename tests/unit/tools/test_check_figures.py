@@ -169,6 +169,15 @@ def test_runs_of_the_fast_recipe_are_counted_only_if_none_collapsed(
             check_figures.text_of(f"fast_runs {epochs}")
 
 
+def test_a_rival_is_compared_with_the_fastest_dense_one(root: Path) -> None:
+    times = {"dense float32, a": 90.0, "dense float32, b": 60.0, "dense bf16": 45.0, "packed": 15.0, "denser": 1.0}
+    (root / "bench" / "results" / "cpu.json").write_text(json.dumps({"net": {"measured": [{"milliseconds": times}]}}))
+    assert check_figures.text_of('faster net/0 packed than="dense float32"') == "4.0"
+    assert check_figures.text_of("faster net/0 packed") == "3.0"
+    with pytest.raises(check_figures.Unknown, match='no rival "dense int8"'):
+        check_figures.text_of('faster net/0 packed than="dense int8"')
+
+
 def test_figures_of_deviations_operations_savings_and_constants(root: Path) -> None:
     deviations = [np.std(ends(root, arm), ddof=1) for arm in ("SGD", "AGENT")]
     assert check_figures.text_of("largest_deviation s SGD AGENT") == f"{max(deviations):.2f}"
