@@ -106,9 +106,19 @@ def seconds_of(results: Sequence[Result]) -> list[float]:
     return [seconds for result in results if (seconds := result.epochs[-1].seconds) is not None]
 
 
+def on_cpu() -> cpu_times.Measured:
+    """Return what bench/cpu_accuracy.py measured, with the accuracies of dense budgets on a GPU."""
+    dense = {
+        epochs: [100 * result.test["plain"] for result in results]
+        for (arm, epochs), results in budgets().items()
+        if arm == "dense"
+    }
+    return cpu_times.read(BENCH / "cpu_accuracy.jsonl", dense)
+
+
 def cpu_points() -> tuple[str, Panel]:
     """Return what the panel of bench/cpu_accuracy.py is called, and its arms."""
-    measured = cpu_times.read(BENCH / "cpu_accuracy.jsonl")
+    measured = on_cpu()
     found: Panel = {}
     for arm in measured.arms:
         scores = [accuracy / 100 for accuracy in arm.accuracies]
@@ -131,8 +141,8 @@ def fastest(panel: Panel, unit: str) -> str:
 
 
 def draw_time_to_accuracy(panels: dict[str, Panel], path: Path, digest: str) -> None:
-    on_cpu = cpu_times.finding(cpu_times.read(BENCH / "cpu_accuracy.jsonl")) if panels.keys() - {GPU} else ""
-    title = on_cpu or fastest(panels[GPU], "s")
+    finding = cpu_times.finding(on_cpu()) if panels.keys() - {GPU} else ""
+    title = finding or fastest(panels[GPU], "s")
     with drawing(path, title, len(panels), size=(7.5 * len(panels), 5.6), source=digest) as axes:
         for axis, (place, panel) in zip(axes, panels.items(), strict=True):
             for family, points in panel.items():
@@ -148,7 +158,7 @@ def draw_time_to_accuracy(panels: dict[str, Panel], path: Path, digest: str) -> 
                     axis.text(time, 0.5, f"{family}: timed, not scored ", color=colour, **where)
             unit, words = ("s", "seconds") if place == GPU else ("min", "minutes")
             told = f"VGG-C on CIFAR-10, {place}: final test accuracy in %"
-            axis.set_title(f"{told}\n{fastest(panel, unit)}" if on_cpu and place == GPU else told)
+            axis.set_title(f"{told}\n{fastest(panel, unit)}" if finding and place == GPU else told)
             axis.set_xlabel(f"{words} of training steps, without start-up")
             axis.set_xlim(left=0, right=1.04 * max(point.time for points in panel.values() for point in points))
             axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)

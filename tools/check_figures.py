@@ -249,7 +249,7 @@ def ratio(file: str, first: str, second: str, format: str = ".1f") -> str:
 
 @figure
 def faster(case: str, rival: str, than: str = "dense ") -> str:
-    """`4.7`: how many times as fast a rival of bench/cpu.py is as the fastest dense one: `faster vgg_c/0 "packed 90 %"`.
+    """How many times as fast a rival of bench/cpu.py is as the fastest dense one: `faster vgg_c/0 "packed 90 %"`.
 
     Dense rivals are those whose name begins with `than`, such as `than="dense float32"`.
     """
@@ -479,32 +479,28 @@ def constant(module: str, name: str, format: str = "g") -> str:
 # Time to an accuracy on a CPU
 
 
-def on_cpu() -> cpu_times.Measured:
-    return cpu_times.read(charts.BENCH / "cpu_accuracy.jsonl")
-
-
 @figure
 def cpu_table() -> str:
     """Accuracy and minutes of the arms of bench/cpu_accuracy.py, and how to read them."""
-    told = cpu_times.explanation(on_cpu())
-    return f"\n{cpu_times.table(on_cpu())}\n{told and f'{chr(10)}{told}{chr(10)}'}"
+    told = cpu_times.explanation(charts.on_cpu())
+    return f"\n{cpu_times.table(charts.on_cpu())}\n{told and f'{chr(10)}{told}{chr(10)}'}"
 
 
 @figure
 def cpu_section() -> str:
     """The section of README on time to an accuracy on a CPU; empty if it was not measured."""
-    found = cpu_times.compare(on_cpu())
+    found = cpu_times.compare(charts.on_cpu())
     if found is None:
         return "\n"
     minutes = found.ours.minutes if found.ours.process is None else found.ours.process
-    title = f"## CIFAR-10 to {found.target} % on {on_cpu().cores} in {minutes:.0f} minutes"
+    title = f"## CIFAR-10 to {found.target} % on {charts.on_cpu().cores} in {minutes:.0f} minutes"
     told = (
         "VGG-C by the recipe `fast`, 99 % sparse and packed, next to dense training in plain PyTorch (channels_last,\n"
         "fused SGD, same data and schedule). Final test accuracy, mean and standard deviation over seeds; the last\n"
         f"columns say how many times as long dense training takes to {found.target} % "
         "(`python bench/cpu_accuracy.py`,\n[how it was measured](docs/accelerate.md#on-a-cpu))."
     )
-    return f"\n{title}\n\n{told}\n\n{cpu_times.table(on_cpu())}\n"
+    return f"\n{title}\n\n{told}\n\n{cpu_times.table(charts.on_cpu())}\n"
 
 
 # Charts of README
@@ -516,13 +512,13 @@ SIZES = "![size, latency and throughput of VGG-C next to PyTorch and onnxruntime
 @figure
 def first_chart() -> str:
     """The chart at the top of README: accuracy over time if it was measured on a CPU, else the exported model."""
-    return f"\n{TIMES if cpu_times.compare(on_cpu()) else SIZES}\n"
+    return f"\n{TIMES if cpu_times.compare(charts.on_cpu()) else SIZES}\n"
 
 
 @figure
 def second_chart() -> str:
     """The chart of exported models in its section of README, if it is not the first one."""
-    return f"\n{SIZES}\n" if cpu_times.compare(on_cpu()) else "\n"
+    return f"\n{SIZES}\n" if cpu_times.compare(charts.on_cpu()) else "\n"
 
 
 # The check

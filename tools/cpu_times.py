@@ -1,8 +1,8 @@
 """Time to an accuracy on CPU cores: what bench/cpu_accuracy.py measured, and what README and the charts say about it.
 
 Arms with overrides of the recipe other than `precision=bf16` are left out, and so are arms on fewer cores if there are
-some on more. Arms that were stopped after some steps have no accuracy; their time is that of a step times the steps of
-the whole training.
+some on more. Arms that were stopped after some steps have no accuracy of their own; their time is that of a step times
+the steps of the whole training, and dense bf16 ones have the accuracy of the same training on a GPU if that is known.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ class Arm(NamedTuple):
         epochs: Its number of epochs.
         accuracies: Final test accuracy in percent of each run; empty if only its steps were timed.
         times: Minutes of the training steps of each run.
-        process: Minutes of a whole process, the mean over runs; `None` without an accuracy.
+        process: Minutes of a whole process, the mean over runs; `None` if only steps were timed.
+        on_gpu: Whether the accuracies are those of the same training on a GPU.
     """
 
     kind: str
@@ -42,6 +44,7 @@ class Arm(NamedTuple):
     accuracies: tuple[float, ...]
     times: tuple[float, ...]
     process: float | None
+    on_gpu: bool = False
 
     @property
     def accuracy(self) -> float | None:
@@ -67,8 +70,13 @@ class Measured(NamedTuple):
         return [arm for arm in self.arms if arm.kind in kinds]
 
 
-def read(file: Path) -> Measured:
-    """Read a file of bench/cpu_accuracy.py; no arms if it does not exist."""
+def read(file: Path, dense: Mapping[int, Sequence[float]] | None = None) -> Measured:
+    """Read a file of bench/cpu_accuracy.py; no arms if it does not exist.
+
+    Args:
+        file: The file.
+        dense: Accuracies in percent that dense bf16 training reached on a GPU, by number of epochs.
+    """
     lines: list[Line] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     threads = max((line.get("threads", 2) for line in lines), default=2)
     found: dict[tuple[str, int], list[Line]] = {}
@@ -94,8 +102,10 @@ def read(file: Path) -> Measured:
             ]
         if times:
             processes = [run["process"] / 60 for run in finished if "process" in run]
-            accuracies = tuple(100 * run["accuracy"] for run in finished)
-            arms.append(Arm(*key, accuracies, tuple(times), statistics.mean(processes) if processes else None))
+            known_elsewhere = tuple((dense or {}).get(key[1], ())) if key[0] == "bf16" and not finished else ()
+            accuracies = tuple(100 * run["accuracy"] for run in finished) or known_elsewhere
+            process = statistics.mean(processes) if processes else None
+            arms.append(Arm(*key, accuracies, tuple(times), process, bool(known_elsewhere)))
     order = list(NAMES)
     return Measured(tuple(sorted(arms, key=lambda arm: (order.index(arm.kind), arm.epochs))), threads, shared)
 
@@ -195,7 +205,12 @@ def explanation(measured: Measured) -> str:
         *([ratios] if found.bf16 else []),
         clock,
     ]
-    if found.float32 is not None and not any(arm.accuracies for arm in measured.of("float32")):
+    if any(arm.on_gpu for arm in measured.arms):
+        told.append(
+            "Dense training was stopped after some steps: its time is that of a step times the number of steps, and "
+            "its accuracy is that of the same training on a GPU."
+        )
+    elif found.float32 is not None and not any(arm.accuracies for arm in measured.of("float32")):
         told.append(
             "Dense float32 was stopped after some steps: its time is that of a step times the number of steps, and "
             "it is taken to need as many epochs as bf16."

@@ -114,3 +114,16 @@ def test_on_shared_cores_minutes_are_processor_time(file: Path) -> None:
     assert measured.arms[0].minutes == pytest.approx(7.5)
     assert measured.arms[0].process == pytest.approx(11)
     assert "processor time" in cpu_times.explanation(measured)
+
+
+def test_dense_training_that_was_only_timed_has_the_accuracy_of_a_gpu(file: Path) -> None:
+    lines = (run("sparse, 15", 0.875, 60), run("bf16, 8", None, 240), run("float32, 8", None, 480))
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    measured = cpu_times.read(file, {8: [87.0, 87.8], 12: [90.0]})
+    found = cpu_times.compare(measured)
+    assert found is not None
+    assert found.bf16 is not None
+    assert (found.target, found.bf16.epochs, found.bf16.accuracies) == (85, 8, (87.0, 87.8))
+    assert (found.ours.minutes, found.bf16.minutes, found.float32) == pytest.approx((15, 32, 64))
+    assert "on a GPU" in cpu_times.explanation(measured)
+    assert cpu_times.read(file).of("bf16")[0].accuracy is None
