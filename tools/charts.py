@@ -58,6 +58,7 @@ class Point(NamedTuple):
 
 
 Panel = dict[str, list[Point]]  # by family
+LEAST_RANGE = 6  # points of accuracy in a panel
 
 
 def read_lines(file: str) -> list[dict[str, Any]]:
@@ -161,6 +162,9 @@ def draw_time_to_accuracy(panels: dict[str, Panel], path: Path, digest: str) -> 
             axis.set_title(f"{told}\n{fastest(panel, unit)}" if finding and place == GPU else told)
             axis.set_xlabel(f"{words} of training steps, without start-up")
             axis.set_xlim(left=0, right=1.04 * max(point.time for points in panel.values() for point in points))
+            low, high = axis.get_ylim()
+            room = max(0.0, LEAST_RANGE - (high - low)) / 2  # or a few runs would fill the panel with their noise
+            axis.set_ylim(low - room, high + room)
             axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
 
 
