@@ -500,6 +500,8 @@ def cpu_section() -> str:
         f"columns say how many times as long dense training takes to {found.target} % "
         "(`python bench/cpu_accuracy.py`,\n[how it was measured](docs/accelerate.md#on-a-cpu))."
     )
+    if any(arm.on_gpu for arm in charts.on_cpu().arms):
+        told += " Dense training was only timed; its accuracy is\nthat of the same training on a GPU."
     return f"\n{title}\n\n{told}\n\n{cpu_times.table(charts.on_cpu())}\n"
 
 
