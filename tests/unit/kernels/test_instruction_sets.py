@@ -29,7 +29,14 @@ def test_kernels_of_every_level(level: str, tmp_path: Path, monkeypatch: pytest.
     registers = "" if level == "x86-64-v4" else " -DEQ_ACCUMULATORS=8"
     monkeypatch.setenv("EQUIPOISE_CFLAGS", f"-DEQ_NO_CLONES -march={level}{registers}")
     environment = {**os.environ, "EQUIPOISE_KERNELS": str(build.compiled()), "OMP_NUM_THREADS": "2"}
-    names = ("test_operators.py", "test_half.py", "test_blocks.py", "test_linear.py", "test_steps.py")
+    names = (
+        "test_operators.py",
+        "test_half.py",
+        "test_blocks.py",
+        "test_linear.py",
+        "test_kernel_steps.py",
+        "test_spread.py",
+    )
     tests = [str(TESTS / name) for name in names]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=TESTS.parents[2])
