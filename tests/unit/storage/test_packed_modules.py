@@ -401,6 +401,7 @@ def test_a_small_batch_of_a_small_layer_runs_dense(
     assert copy.deepcopy(layer)._runs_dense(x.detach()) is runs_dense
 
 
+@pytest.mark.skipif(not library.available(), reason=library.reason())
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize(
     ("layer", "x"),
