@@ -88,9 +88,9 @@ def test_a_finished_arm_is_never_run_again(tmp_path: Path, monkeypatch: pytest.M
     started: list[str] = []
     original = runner.run_job
 
-    def counted(job: Job) -> str:
+    def counted(job: Job, on_device: int) -> str:
         started.append(job.arm)
-        return original(job)
+        return original(job, on_device)
 
     monkeypatch.setattr(runner, "run_job", counted)
     sound, lines = run(source, tmp_path)

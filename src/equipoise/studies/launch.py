@@ -22,12 +22,6 @@ Result = TypeVar("Result")
 
 POLL = 0.2  # seconds between checks for a signal
 LONGEST_LINE = 300  # characters
-_jobs_on_device = 1
-
-
-def jobs_on_device() -> int:
-    """Return how many jobs of this study share the device of this process, which makes their timings longer."""
-    return _jobs_on_device
 
 
 @dataclass(frozen=True)
@@ -50,14 +44,15 @@ class Launcher(Protocol):
     """Runs a list of jobs and yields each with its result or failure, in the order of completion.
 
     `work` is a function of a module and a job can be pickled, so that both can be sent to another process or machine.
+    It is called with a job and the number of jobs that share its device, which makes their timings longer.
     """
 
     def __call__(
-        self, work: Callable[[Job], Result], jobs: Sequence[Job]
+        self, work: Callable[[Job, int], Result], jobs: Sequence[Job]
     ) -> Iterator[tuple[Job, Result | Failure]]: ...
 
 
-def here(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[Job, Result | Failure]]:
+def here(work: Callable[[Job, int], Result], jobs: Sequence[Job]) -> Iterator[tuple[Job, Result | Failure]]:
     """Run jobs one after the other in this process; code that was compiled for one job is reused by the next."""
     for job in jobs:
         signals.check()
@@ -75,7 +70,7 @@ def processes(count: int) -> Launcher:
     if count < 1:
         raise UserError(f"{count} processes: at least 1")
 
-    def launch(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[Job, Result | Failure]]:
+    def launch(work: Callable[[Job, int], Result], jobs: Sequence[Job]) -> Iterator[tuple[Job, Result | Failure]]:
         waiting, gpus, told = deque(jobs), visible_gpus(), False
         used = min(count, len(jobs))
         idle = [
@@ -110,18 +105,19 @@ def processes(count: int) -> Launcher:
 class _Worker:
     """A process that runs one job at a time; it is replaced if it dies, so that only its job fails."""
 
-    def __init__(self, *start: Any) -> None:
-        self._start = start
+    def __init__(self, gpu: str | None, processes: int, on_device: int) -> None:
+        self._start = gpu, processes
+        self._on_device = on_device
         self._executor: ProcessPoolExecutor | None = None
 
-    def submit(self, work: Callable[[Job], Result], job: Job) -> Future[Result | Failure]:
+    def submit(self, work: Callable[[Job, int], Result], job: Job) -> Future[Result | Failure]:
         try:
             if self._executor is not None:
-                return self._executor.submit(attempt, work, job)
+                return self._executor.submit(attempt, work, job, self._on_device)
         except BrokenProcessPool:  # the process was killed between two jobs
             self.close()
         self._executor = ProcessPoolExecutor(1, get_context("spawn"), _start, self._start)
-        return self._executor.submit(attempt, work, job)
+        return self._executor.submit(attempt, work, job, self._on_device)
 
     def outcome(self, future: Future[Result | Failure]) -> Result | Failure:
         try:
@@ -140,10 +136,8 @@ class _Worker:
             self._executor = None
 
 
-def _start(gpu: str | None, processes: int, on_device: int) -> None:
+def _start(gpu: str | None, processes: int) -> None:
     """Prepare a new process, before it touches a GPU."""
-    global _jobs_on_device
-    _jobs_on_device = on_device
     signals.stop_with_parent()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if gpu is not None:
@@ -161,13 +155,13 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def attempt(work: Callable[[Job], Result], job: Job) -> Result | Failure:
+def attempt(work: Callable[[Job, int], Result], job: Job, on_device: int = 1) -> Result | Failure:
     """Run a job and turn an error into a `Failure`.
 
     The exception itself is dropped, because its frames keep everything alive that they refer to, such as the model.
     """
     try:
-        return work(job)
+        return work(job, on_device)
     except UserError as error:
         return Failure(str(error))
     except Exception as error:

@@ -29,7 +29,7 @@ def on_ray(address: str | None, resources: Callable[[Any, bool], Resources]) -> 
     """
     ray = _ray()
 
-    def launch(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[Job, Result | Failure]]:
+    def launch(work: Callable[[Job, int], Result], jobs: Sequence[Job]) -> Iterator[tuple[Job, Result | Failure]]:
         _connect(ray, address)
         try:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -66,7 +66,7 @@ def _connect(ray: Any, address: str | None) -> None:
         raise UserError(f"no Ray cluster answers at {address}: {error}") from None
 
 
-def _in_folder(folder: Path, work: Callable[[Job], Result], job: Job) -> Result | Failure:
+def _in_folder(folder: Path, work: Callable[[Job, int], Result], job: Job) -> Result | Failure:
     """Run a job in a process of the cluster, with relative paths as on this machine."""
     os.chdir(folder)
     return attempt(work, job)

@@ -15,7 +15,7 @@ import torch
 from equipoise.display.tables import percent
 from equipoise.errors import NonFiniteLoss, UserError, one_line
 from equipoise.studies.design import Design
-from equipoise.studies.launch import Failure, Launcher, here, jobs_on_device
+from equipoise.studies.launch import Failure, Launcher, here
 from equipoise.studies.reading import read_json
 from equipoise.studies.recipe_match import same_recipe
 from equipoise.studies.record import record
@@ -131,8 +131,13 @@ def run_study(
     return complete
 
 
-def run_job(job: Job) -> str:
-    """Train to the end, from the last checkpoint if there is one, and write the result. Return a line about it."""
+def run_job(job: Job, on_device: int = 1) -> str:
+    """Train to the end, from the last checkpoint if there is one, and write the result. Return a line about it.
+
+    Args:
+        job: The job.
+        on_device: Number of jobs of this study that share the device.
+    """
     design = job.design
     if job.allow_code:
         import_code(job.recipe)  # this may be another process than the one that read the study
@@ -143,7 +148,7 @@ def run_job(job: Job) -> str:
         if design.measure and design.measure_every:
             watchers.append(MeasureWatcher(job.folder / ALONG_FILE, design.measure_every))
         trainer.watcher = Watchers(*watchers)
-        sharing = jobs_on_device() + job.other_jobs
+        sharing = on_device + job.other_jobs
         try:
             result = trainer.run()
         except NonFiniteLoss as error:

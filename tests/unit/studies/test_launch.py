@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from equipoise.errors import UserError
-from equipoise.studies.launch import Failure, here, jobs_on_device, processes
+from equipoise.studies.launch import Failure, here, processes
 from killing import SERVER
 
 
-def see(word: str) -> str:
+def see(word: str, _: int) -> str:
     """A job that returns what its process was given, raises, or kills its process."""
     if word == "wrong":
         raise UserError("wrong\ninput")
@@ -54,8 +54,8 @@ def test_processes_share_the_gpus_and_survive_the_death_of_one(monkeypatch: pyte
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
 
 
-def neighbours(_: int) -> int:
-    return jobs_on_device()
+def neighbours(_: int, on_device: int) -> int:
+    return on_device
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_a_job_knows_how_many_share_its_device(gpus: str, expected: int, monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     assert dict(processes(3)(neighbours, [0, 1, 2])) == dict.fromkeys(range(3), expected)
     assert dict(processes(3)(neighbours, [0])) == {0: 1}
-    assert jobs_on_device() == 1
+    assert dict(here(neighbours, [0])) == {0: 1}
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_a_process_that_dies_between_two_jobs_is_replaced() -> None:
     assert str(second).split()[-1] != first
 
 
-def wait_long(folder: str) -> None:
+def wait_long(folder: str, _: int) -> None:
     (Path(folder) / "process").write_text(str(os.getpid()))
     time.sleep(60)
 

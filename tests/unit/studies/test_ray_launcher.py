@@ -67,7 +67,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return fake
 
 
-def double(word: str) -> str:
+def double(word: str, on_device: int) -> str:
+    assert on_device == 1
     if word == "wrong":
         raise UserError("wrong word")
     return f"{word} {word} in {os.getcwd()}"
