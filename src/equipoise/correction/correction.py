@@ -59,14 +59,13 @@ class Correction:
         self,
         estimator: Estimator,
         model: nn.Module,
-        topology: Topology | None = None,
-        total_steps: int | None = None,
-        seed: int = 0,
-        *,
-        world: World | None = None,
-        cost: float | None = None,
-        gradients: Gradients | None = None,
-        bn_trace: bool = False,
+        topology: Topology | None,
+        total_steps: int | None,
+        seed: int,
+        world: World | None,
+        cost: float | None,
+        gradients: Gradients | None,
+        bn_trace: bool,
     ) -> None:
         _check_arguments(estimator, model, topology)
         _check_whole(model)

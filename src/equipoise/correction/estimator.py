@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torch import nn
 
@@ -130,8 +130,7 @@ class Estimator:
         """
         from equipoise.correction.correction import Correction
 
-        options: dict[str, Any] = {"world": world, "cost": cost, "gradients": gradients, "bn_trace": bn_trace}
-        return Correction(self, model, topology, total_steps, seed, **options)
+        return Correction(self, model, topology, total_steps, seed, world, cost, gradients, bn_trace)
 
     def make_coefficient(self) -> Coefficient:
         """Make the running coefficient of one training."""

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -172,17 +171,18 @@ def attach_correction(
         and not recipe.objective.attack_passes
         and not recipe.as_published.raw_full_pass
     )
-    bn_trace = recipe.as_published.bn_trace
 
     def attach(estimator: Estimator) -> Correction:
-        total, cost = recipe.epochs * batches, relative_cost(recipe, estimator)
-        options: dict[str, Any] = {
-            "world": topology.world,
-            "cost": cost,
-            "gradients": gradients,
-            "bn_trace": bn_trace,
-        }
-        return estimator.attach(model, topology, total, recipe.seed, **options)
+        return estimator.attach(
+            model,
+            topology,
+            recipe.epochs * batches,
+            recipe.seed,
+            world=topology.world,
+            cost=relative_cost(recipe, estimator),
+            gradients=gradients,
+            bn_trace=recipe.as_published.bn_trace,
+        )
 
     if is_open:
         replaying = attach(replace(estimator, mode="replay"))
