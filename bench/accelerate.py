@@ -83,9 +83,9 @@ class SGDNorm(SGDOptions):
             {"params": biases, "weight_decay": decay / self.factor, "factor": self.factor},
         ]
 
-    def _make(self, groups: list[dict[str, Any]], lr: Any, *more: Any) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, Any]], lr: Any, *more: Any) -> torch.optim.Optimizer:
         own = [{**group, "lr": lr.clone() if isinstance(lr, torch.Tensor) else lr} for group in groups]
-        return super()._make(own, lr, *more)
+        return super().make(own, lr, *more)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

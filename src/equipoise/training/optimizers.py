@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from equipoise.catalogue import Catalogue
 from equipoise.errors import UserError
@@ -19,7 +20,7 @@ from equipoise.storage.packed_modules import PackedLayer
 Groups = list[dict[str, Any]]
 
 
-class SGDW(torch.optim.Optimizer):
+class SGDW(Optimizer):
     """SGD with momentum and a decoupled weight decay that falls with the learning rate (BSR-Net).
 
     buf ← μ·buf + g;  w ← w·(1 - wd·lr/lr₀) - lr·buf. The decay is not multiplied by lr itself but by how far lr has
@@ -30,21 +31,22 @@ class SGDW(torch.optim.Optimizer):
         lr: Learning rate at the start of training, lr₀; a tensor can be changed between replays of a CUDA graph.
         momentum: μ.
         weight_decay: wd.
+        compile: Applied to the function that steps a parameter.
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 0.1, momentum: float = 0.9, weight_decay: float = 5e-4
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 5e-4,
+        compile: Compile = lambda function: function,
     ) -> None:
         if lr <= 0:
             raise UserError(f"lr={lr}: the learning rate is positive")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "first_lr": float(lr)}
         super().__init__(params, defaults)
-        self._function: Callable[..., None] = sgdw_step
-
-    def compiled(self, compile: Compile) -> Self:
-        """Compile the function that steps a parameter."""
         self._function = compile(sgdw_step)
-        return self
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
@@ -78,7 +80,7 @@ def sgdw_step(
         weight.add_(buffer, alpha=-lr)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+def set_learning_rate(optimizer: Optimizer, value: float) -> None:
     """Set the learning rate of all groups; on a device only if it has changed."""
     for group in optimizer.param_groups:
         if not isinstance(group["lr"], Tensor):
@@ -112,8 +114,8 @@ class OptimizerOptions:
                 raise UserError(f"{name}={getattr(self, name)}: in [0, 1), such as 0.9")
 
     def build(
-        self, groups: Groups, capturable: bool = False, compile: Compile | None = None
-    ) -> torch.optim.Optimizer:
+        self, groups: Groups, capturable: bool = False, compile: Compile = lambda function: function
+    ) -> Optimizer:
         """Make the optimizer.
 
         Args:
@@ -122,13 +124,12 @@ class OptimizerOptions:
             compile: Applied to the steps of an optimizer for which torch has no fused kernel.
         """
         if not capturable:
-            return self._make(groups, self.lr, False, compile)
+            return self.make(groups, self.lr, False, compile)
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
-        return self._make(groups, torch.tensor(self.lr, device=groups[0]["params"][0].device), True, compile)
+        return self.make(groups, torch.tensor(self.lr, device=groups[0]["params"][0].device), True, compile)
 
-    def _make(
-        self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile | None
-    ) -> torch.optim.Optimizer:
+    def make(self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile) -> Optimizer:
+        """Make the optimizer with this learning rate, see `build`."""
         raise NotImplementedError
 
     def groups(self, model: nn.Module) -> Groups:
@@ -155,12 +156,10 @@ class SGDOptions(OptimizerOptions):
     momentum: float = 0.9
     nesterov: bool = True
 
-    def _make(
-        self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile | None
-    ) -> torch.optim.Optimizer:
+    def make(self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile) -> Optimizer:
         nesterov = self.nesterov and self.momentum > 0
         fused = capturable or None
-        return torch.optim.SGD(groups, lr=lr, momentum=self.momentum, nesterov=nesterov, fused=fused)
+        return SGD(groups, lr=lr, momentum=self.momentum, nesterov=nesterov, fused=fused)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +172,8 @@ class SGDWOptions(OptimizerOptions):
 
     momentum: float = 0.9
 
-    def _make(
-        self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile | None
-    ) -> torch.optim.Optimizer:
-        optimizer = SGDW(groups, lr=lr, momentum=self.momentum)
-        return optimizer if compile is None else optimizer.compiled(compile)
+    def make(self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile) -> Optimizer:
+        return SGDW(groups, lr=lr, momentum=self.momentum, compile=compile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,11 +190,11 @@ class AdamOptions(OptimizerOptions):
     beta1: float = 0.9
     beta2: float = 0.999
 
-    def _make(
-        self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile | None
-    ) -> torch.optim.Optimizer:
+    kind: ClassVar[type[Adam]] = Adam
+
+    def make(self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile) -> Optimizer:
         betas = (self.beta1, self.beta2)
-        return torch.optim.Adam(groups, lr=lr, betas=betas, capturable=capturable, fused=capturable or None)
+        return self.kind(groups, lr=lr, betas=betas, capturable=capturable, fused=capturable or None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +203,7 @@ class AdamWOptions(AdamOptions):
 
     weight_decay: float = 1e-2
 
-    def _make(
-        self, groups: Groups, lr: float | Tensor, capturable: bool, compile: Compile | None
-    ) -> torch.optim.Optimizer:
-        betas = (self.beta1, self.beta2)
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, capturable=capturable, fused=capturable or None)
+    kind: ClassVar[type[Adam]] = AdamW
 
 
 OPTIMIZERS: Catalogue[type[OptimizerOptions]] = Catalogue(
@@ -233,7 +225,7 @@ class NamedState:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         named: Sequence[tuple[str, nn.Parameter]],
         flat: FlatParameters | None = None,
     ) -> None:
