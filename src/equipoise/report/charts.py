@@ -84,7 +84,7 @@ def _gains(study: Study, title: str, views: Mapping[str, Pick]) -> Chart | None:
         for label, pick in views.items()
     }
     drawn = [i for i in range(len(arms)) if any(found[i] for found in points.values())]
-    names = {i: f"{arms[i]} - {pairs[arms[i]]}" for i in drawn}
+    names = {i: f"{arms[i]} − {pairs[arms[i]]}" for i in drawn}
     return _curves({"title": title, "form": "points", "names": names}, points, names)
 
 
@@ -105,7 +105,7 @@ def _finding(view: Mapping[str, Any], form: str, names: Mapping[int, str]) -> st
         ends = [min(ends), max(ends)]
     forms = {"number": partial(value_of, ""), "points": partial(gain_of, "accuracy")}
     write = forms.get(form.removeprefix("log "), partial(value_of, "accuracy"))
-    texts = [f"{name} {write(Spread(mean, std, 1))}" for mean, std, name in ends]
+    texts = [f"{write(Spread(mean, std or None, 1))} ({name})" for mean, std, name in ends]
     return f"{view['label']}, at the end: {(' to ' if len(view['series']) > 2 else ', ').join(texts)}"
 
 

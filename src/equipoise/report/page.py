@@ -261,7 +261,8 @@ def _method() -> Markup:
         "both arms. Contradicted: it has the other sign and p < 0.05. Not supported: a difference of 0.5 points (of "
         "one epoch, of 0.05 in a correlation) is excluded by two one-sided tests. Inconclusive: none of these, or "
         f"fewer than {FEWEST} runs of an arm. Controls are questions of ours and are not counted.",
-        "Numbers": "Mean ± standard deviation over seeds (n − 1). Bands in the charts show the same.",
+        "Numbers": "Mean ± standard deviation over seeds (n − 1). Bands in the charts show the same. Curves that "
+        "nearly cover each other are drawn in turn, as dashes.",
         "Gradient evaluations": "(forward + 2·backward + 2·attack) / 3 passes, so that one epoch of SGD counts 1.",
         "Equal cost": "For each seed, the total cost of the cheapest arm. An arm is scored by a run that ends within "
         "10 % of it. If there is none, it is scored at the epoch that ends nearest to it (†), where its learning "

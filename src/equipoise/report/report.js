@@ -46,15 +46,35 @@
   }
 
   function reading([mean, std], form) {
-    if (form.endsWith("number")) return figures(mean) + (std ? ` ± ${figures(std)}` : "");
+    const signed = (text) => text.replace("-", "−");
+    if (form.endsWith("number")) return signed(figures(mean)) + (std ? ` ± ${figures(std)}` : "");
     const sign = form === "points" && mean > 0 ? "+" : "";
-    return `${sign}${mean.toFixed(2)}${std ? ` ± ${std.toFixed(2)}` : ""}${unit(form)}`;
+    return `${sign}${signed(mean.toFixed(2))}${std ? ` ± ${std.toFixed(2)}` : ""}${unit(form)}`;
   }
 
   const unit = (form) => (form.endsWith("percent") ? " %" : "");
 
   /* The position of a point on an axis; null if unknown. */
   const along = (costs, arm, point, axis) => (axis ? costs?.[arm][point[EPOCH]]?.[axis - 1] ?? null : point[EPOCH]);
+
+  /* The numbers of other curves that a curve nearly covers over most of its length, itself included: they take turns. */
+  function covered(data, k, count, log) {
+    const scaled = (value) => (value === undefined || value === null ? NaN : log ? Math.log(value) : value);
+    const values = [...Array(count).keys()].map((i) => Array.from(data[3 * i + 1], scaled));
+    const known = values.flat().filter((value) => !Number.isNaN(value));
+    const near = 0.01 * (Math.max(...known) - Math.min(...known));
+    return [...values.keys()].filter((i) => {
+      const gaps = values[k].map((value, x) => Math.abs(value - values[i][x])).filter((gap) => !Number.isNaN(gap));
+      return gaps.length && gaps.filter((gap) => gap <= near).length >= 0.8 * gaps.length;
+    });
+  }
+
+  /* Dashes of the curve k, such that curves that cover each other show one after the other. */
+  function turns(data, k, count, arm, log) {
+    const others = covered(data, k, count, log), own = arm < COLOURS ? [] : [5, 4], at = others.indexOf(k);
+    if (others.length < 2) return own;
+    return at ? [0, 8 * at, 8, 8 * (others.length - 1 - at)] : [8, 8 * (others.length - 1)];
+  }
 
   /* One x for all curves, and for each of them the mean and the edges of its band. */
   function aligned(series, at, form) {
@@ -70,11 +90,11 @@
     return uPlot.join(tables);
   }
 
-  function options(chart, arms, series, state, width) {
+  function options(chart, arms, series, state, width, data) {
     const axis = state.axis, form = chart.form;
     const ink = () => colour("soft"), grid = {stroke: () => colour("hair"), width: 1};
     const last = (values) => values.findLastIndex((value) => value !== undefined && value !== null);
-    const curves = series.flatMap(({arm}) => {
+    const curves = series.flatMap(({arm}, i) => {
       const stroke = () => colour(`a${arm % COLOURS}`), show = !state.hidden.has(arm);
       const value = (plot, _, k, at) => {
         const index = at ?? last(plot.data[k]), mean = plot.data[k][index];
@@ -82,7 +102,7 @@
       };
       const button = element(null, "button", arms[arm], {type: "button", "aria-pressed": show});
       const edge = {class: "edge", show, stroke: "transparent", spanGaps: true, points: {show: false}, label: ""};
-      const dash = arm < COLOURS ? [] : [5, 4];
+      const dash = turns(data, i, series.length, arm, form.startsWith("log"));
       return [{label: button, arm, show, stroke, dash, value, width: 2, spanGaps: true}, edge, edge];
     });
     const bands = series.map(({arm}, i) => (
@@ -106,7 +126,7 @@
           values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : `${+tick.toPrecision(6)}${unit(form)}`))},
       ],
       cursor: {y: false, hover: {prox: width / 8}},
-      legend: {markers: {dash: (plot, k) => (plot.series[k].arm < COLOURS ? "solid" : "dashed")}},
+      legend: {markers: {dash: (plot, k) => (plot.series[k].dash?.length ? "dashed" : "solid")}},
       hooks: {
         drawAxes: [(plot) => form === "points" && line(plot, 0)],
         setSeries: [(plot, k, change) => {
@@ -139,8 +159,8 @@
       const at = (arm, point) => along(costs, arm, point, state.axis);
       const series = view.series.filter((s) => s.points.some((p) => at(s.arm, p) !== null));
       container.setAttribute("aria-label", `${chart.title}, ${view.label}: ${series.map((s) => arms[s.arm]).join(", ")}`);
-      const set = options(chart, arms, series, state, container.clientWidth);
-      plot = new uPlot(set, aligned(series, at, chart.form), container);
+      const data = aligned(series, at, chart.form);
+      plot = new uPlot(options(chart, arms, series, state, container.clientWidth, data), data, container);
     }
     controls(chart, costs, container, state, draw);
     container.addEventListener("keydown", (event) => {

@@ -33,11 +33,13 @@ TRAIN_IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257}
 SHARED = "†"  # after the seconds of runs that shared their device
 HEAD = """# Reproduction
 
-Written by `equipoise study --reproduction FILE` from the files under `results/`; do not edit it by hand.
+AGENT corrects each gradient of sparse training with an old one. This page compares six claims of its paper with our
+runs. `equipoise study --reproduction FILE` writes it from the files under `results/`; do not edit it by hand.
 """
 WORDS = f"""An effect is the difference between the means of two arms over all of their runs, with a 95 % confidence
-interval (Welch). A positive difference of accuracies or correlations agrees with the claim; other differences are
-given in words (lower, fewer). The verdicts are:
+interval (Welch). A positive difference agrees with the claim. If the claim is that something is lower, the
+difference is given in words (2.0 points lower, 5.0 epochs fewer), and a negative interval agrees with it. The
+verdicts are:
 
 - *supported*: the difference has the claimed sign and its interval excludes zero;
 - *contradicted*: it has the other sign and its interval excludes zero;
@@ -190,12 +192,11 @@ def _page_lines(items: Sequence[Item], studies: Mapping[str, Study], gaps: Seque
     yield HEAD
     yield "> **Summary**\n>"
     yield from (f"> - {sentence}" for sentence in summary([*studies.values()], judged, next(iter(gaps), None)))
-    yield f"\n## Six claims\n\n{WORDS}"
-    rows = [
-        [c.claim.name, *_claim_cells(c.main), f"**{c.main.plain.word}**{f'; {c.caveat}' if c.caveat else ''}"]
-        for c in judged
-    ]
-    yield from _table(["claim", "main setting", "images", "effect", "runs", "the paper", "verdict"], rows)
+    yield "\n## Six claims\n"
+    rows = [[c.claim.name, f"**{c.main.plain.word}**", *_claim_cells(c.main), c.caveat] for c in judged]
+    columns = ["claim", "verdict", "effect", "main setting", "runs", "images", "the paper", "control that differs"]
+    yield from _table(columns, rows)
+    yield f"\n{WORDS}"
     yield f"\n## Primary metrics\n\n{METRICS}"
     for claim in judged:
         yield from _settings(claim)
@@ -211,7 +212,7 @@ def _page_lines(items: Sequence[Item], studies: Mapping[str, Study], gaps: Seque
 def _claim_cells(main: Judged) -> list[str]:
     if main.plain.word == "not tested":
         return ["", "", "", "", paper_effect(main.setting)]
-    return [main.setting.name, main.images, main.effect, main.runs, paper_effect(main.setting)]
+    return [main.effect, main.setting.name, main.runs, main.images, paper_effect(main.setting)]
 
 
 def _settings(judged: JudgedClaim) -> Iterator[str]:
@@ -221,7 +222,7 @@ def _settings(judged: JudgedClaim) -> Iterator[str]:
         rows = []
         for each in (each for each in judged.settings if each.setting.control == controls):
             second = each.recalibrated
-            other = "" if second is None else difference(each.setting.metric, second.gain, second.effect)
+            other = "" if second is None else each.told(second)
             other += f" ({second.word})" if second is not None and second.word != each.plain.word else ""
             word = f"{each.plain.word}{f': {each.plain.why}' if each.plain.why else ''}"
             rows.append(
@@ -353,7 +354,7 @@ def _section(study: Study) -> Iterator[str]:
     for title, controls in (("claim", False), ("control", True)):
         rows = [_claim_row(claim, judge(study, claim)) for claim in study.claims if claim.is_control == controls]
         if rows:
-            yield from ["", *_table([title, "claimed to be better", "other arm", "difference", "verdict"], rows)]
+            yield from ["", *_table([title, "first arm", "second arm", "first against second", "verdict"], rows)]
     yield from ["", *_table(["arm", "seeds", *SCORES.values(), "seconds"], _arm_rows(study))]
     if study.paper:
         rows = [_paper_row(study, value) for value in study.paper]
@@ -392,7 +393,9 @@ def _environment(run: Result) -> str:
 def _claim_row(claim: Claim, verdict: Verdict) -> list[str]:
     word = f"{verdict.word}: {verdict.why}" if verdict.why else verdict.word
     gain = "" if verdict.gain is None else difference(claim.metric, verdict.gain, verdict.effect)
-    return [claim.says, shown(verdict.better, claim.metric), shown(verdict.than, claim.metric), gain, word]
+    sides = {claim.better: verdict.better, claim.than: verdict.than}
+    arms = [f"{arm}: {shown(found, claim.metric)}" if found else arm for arm, found in sides.items()]
+    return [claim.says, *arms, gain, word]
 
 
 def _arm_rows(study: Study) -> Iterator[list[str]]:
@@ -423,7 +426,8 @@ def shown(found: Spread | None, metric: str, count: bool = True) -> str:
     scale, unit = (100, " %") if metric in IN_PERCENT else (1, "")
 
     def digits(value: float) -> str:
-        return f"{scale * value:.1f}" if unit and metric != "stability" else f"{scale * value:.{3 if unit else 4}g}"
+        text = f"{scale * value:.1f}" if unit and metric != "stability" else f"{scale * value:.{3 if unit else 4}g}"
+        return text.replace("-", "−")
 
     deviation = "" if found.std is None else f" ± {digits(found.std)}"
     text = "never" if found.never == found.count else f"{digits(found.mean)}{deviation}{unit}"

@@ -91,7 +91,7 @@ def _dots(study: Study) -> list[Markup]:
     sizes: dict[str, int] = {}
     for results in study.results.values():
         sizes |= {name: size for result in results for name, (size, _) in result.layers.items()}
-    groups: dict[tuple[float | None, ...], list[int]] = {}  # arms by their densities
+    groups: dict[tuple[float | None, ...], list[int]] = {}  # arms by their densities, as precise as a dot shows them
     for i, results in enumerate(study.results.values()):
         groups.setdefault(tuple(_density(results, name) for name in sizes), []).append(i)
     groups.pop((None,) * len(sizes), None)
@@ -116,7 +116,7 @@ def _dots(study: Study) -> list[Markup]:
         marks = [
             tag(
                 "circle",
-                tag("title", f"{names[densities]}: {100 * density:.2f} %"),
+                tag("title", f"{names[densities]}: {100 * density:g} %"),
                 class_=_colour(group[0]),
                 cx=position(density),
                 cy=9,
@@ -137,7 +137,7 @@ def _dots(study: Study) -> list[Markup]:
 
 def _density(results: Sequence[Result], layer: str) -> float | None:
     pairs = [result.layers[layer] for result in results if layer in result.layers]
-    return sum(active / size for size, active in pairs) / len(pairs) if pairs else None
+    return float(f"{sum(active / size for size, active in pairs) / len(pairs):.2g}") if pairs else None
 
 
 def _colour(arm: int) -> str:

@@ -24,6 +24,7 @@ class Setting(Question):
         margin: The largest loss that counts as maintained, for a claim that nothing is lost.
         paper: The paper's effect in the unit of the metric; `None` if it gives no such number.
         paper_says: The paper's effect in words, if it gives no such number.
+        lower: Whether the claim is that an arm is lower, so that the difference is given as that of the lower arm.
         control: Whether the setting is ours, not the paper's. A control is never the main setting of a claim.
     """
 
@@ -32,6 +33,7 @@ class Setting(Question):
     margin: float = 0.0
     paper: float | None = None
     paper_says: str = ""
+    lower: bool = False
     control: bool = False
 
     def __post_init__(self) -> None:
@@ -71,7 +73,12 @@ class Judged:
     @property
     def effect(self) -> str:
         """The difference on plain scores with its interval, worded by its sign."""
-        return difference(self.setting.metric, self.plain.gain, self.plain.effect)
+        return self.told(self.plain)
+
+    def told(self, verdict: Verdict, interval: bool = True) -> str:
+        """Format the difference of a verdict on this setting."""
+        effect = verdict.effect if interval else None
+        return difference(self.setting.metric, verdict.gain, effect, self.setting.lower)
 
     @property
     def runs(self) -> str:
@@ -115,7 +122,11 @@ class JudgedClaim:
 
 def paper_effect(setting: Setting) -> str:
     """Format the paper's effect, as a number if it gives one."""
-    return setting.paper_says if setting.paper is None else difference(setting.metric, setting.paper)
+    return (
+        setting.paper_says
+        if setting.paper is None
+        else difference(setting.metric, setting.paper, None, setting.lower)
+    )
 
 
 def paper_claims() -> list[PaperClaim]:

@@ -1,9 +1,10 @@
-"""What was tried and what was found, in six points, for the reproduction page and the HTML report."""
+"""What was found and what was tried, in six points, for the reproduction page and the HTML report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from equipoise.report.html_tables import SIGNS
 from equipoise.report.six_claims import Judged, JudgedClaim, paper_effect
 from equipoise.report.waterfall import PAPER, Waterfall
 from equipoise.report.words import difference, plural
@@ -21,13 +22,13 @@ def summary(studies: Sequence[Study], judged: Sequence[JudgedClaim], gap: Waterf
     """
     early, _, final, svrg, *_ = judged
     return [
-        _tried(studies),
         _verdicts(judged),
         f"AGENT against its baseline, early in training: {_found(early.main, recalibrated=True)}.",
-        f"AGENT against its baseline, at the end: {_found(final.main)}{_equal(final.main)}. The plain gradient against "
-        f"SVRG: {_found(svrg.main)}.",
+        f"AGENT against its baseline, at the end: {_found(final.main)}{_equal(final.main)}. SVRG against the plain "
+        f"gradient: {_found(svrg.main)}.",
         _explained(gap),
         _limited(studies, gap),
+        _tried(studies),
     ]
 
 
@@ -52,10 +53,10 @@ def _tried(studies: Sequence[Study]) -> str:
 
 
 def _verdicts(judged: Sequence[JudgedClaim]) -> str:
-    words: dict[str, list[str]] = {}
+    words: dict[str, list[str]] = {word: [] for word in SIGNS}
     for claim in judged:
         words.setdefault(claim.main.plain.word, []).append(claim.claim.name)
-    parts = [f"{len(names)} {word} ({'; '.join(names)})" for word, names in words.items()]
+    parts = [f"{len(names)} {word} ({'; '.join(names)})" for word, names in words.items() if names]
     return f"Of the paper's six claims, judged in their main settings: {', '.join(parts)}."
 
 
@@ -64,7 +65,7 @@ def _found(main: Judged, recalibrated: bool = False) -> str:
         return "not tested"
     second, text = main.recalibrated, main.effect
     if recalibrated and second is not None:
-        text += f" ({difference(main.setting.metric, second.gain)} with recalibrated BatchNorm)"
+        text += f" ({main.told(second, interval=False)} with recalibrated BatchNorm)"
     paper = f" (the paper: {paper_effect(main.setting)})" if main.setting.paper is not None else ""
     return f"{text} in {main.setting.name}, {main.runs} runs{paper}"
 
@@ -79,7 +80,7 @@ def _equal(main: Judged) -> str:
 
 def _explained(gap: Waterfall | None) -> str:
     if gap is None:
-        return "The study `published` is not among these results, so the paper's gains are not explained."
+        return "The study published is not among these results, so the paper's gains are not explained."
     low, high = PAPER[gap.at]
     theirs = f"{difference('accuracy', high - low)} in epochs {gap.at - 4} to {gap.at}"
     steps = "; ".join(

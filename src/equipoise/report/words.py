@@ -38,14 +38,15 @@ def gain_of(metric: str, found: Spread | None, unit: bool = True) -> str:
     return text.replace("-", "−") + (words if unit else "")
 
 
-def difference(metric: str, gain: float | None, effect: Effect | None = None) -> str:
+def difference(metric: str, gain: float | None, effect: Effect | None = None, lower: bool = False) -> str:
     """Format a difference that is positive if it agrees with a claim: `+0.35 points, 95 % CI −0.20 to +0.90`.
 
-    Of metrics of which lower is better, the sign is replaced by a word: `2.0 epochs fewer`, `0.0035 higher`.
+    Of metrics of which lower is better, the sign is replaced by a word: `2.0 epochs fewer`, `0.0035 higher`. The same
+    holds with `lower`, for a claim that an arm has a lower value.
     """
     if gain is None or not math.isfinite(gain):
         return UNKNOWN
-    lower = metric in LOWER_IS_BETTER
+    lower = lower or metric in LOWER_IS_BETTER
     ends = [] if effect is None else [*effect.interval()]
     ends = [-end for end in reversed(ends)] if lower else ends
     share = metric in IN_PERCENT

@@ -92,7 +92,7 @@ def test_a_page_of_the_papers_studies_opens_with_the_summary_and_the_six_claims(
     assert text.index('id="six-claims"') < text.index("<nav") < text.index('id="study-0"')
     sentences = re.findall("<li>(.*?)</li>", text.partition('class="summary"')[2].partition("</ul>")[0])
     assert len(sentences) == 6
-    assert sentences[0].startswith("Tried: 4 runs of 1 study on tiny pictures")  # without the other study
+    assert sentences[-1].startswith("Tried: 4 runs of 1 study on tiny pictures")  # without the other study
     assert any("tiny pictures · fewer than 3 runs of an arm" in words for words in page.all("p"))
     assert all(caption.endswith("· tiny pictures") for caption in page.all("figcaption"))
 
@@ -154,14 +154,14 @@ def test_gains_are_differences_from_the_baseline_paired_by_seed_at_every_epoch(t
         write_result(result_file(folder, "Short", seed), {**short, "epochs": short["epochs"][:3]})
     (study,) = read_results(tmp_path).studies
     (chart,) = [chart for chart in charts_of(study) if chart.get("form") == "points"]
-    assert chart["names"][2] == "AGENT - SGD"
+    assert chart["names"][2] == "AGENT − SGD"
     (series,) = chart["views"][0]["series"]
     assert (chart["views"][0]["label"], series["arm"]) == ("plain", 2)
     epochs, means, deviations = zip(*series["points"], strict=True)
     assert epochs == (1, 2, 3, 4, 5, 6)
     assert means == pytest.approx([0.04, 0.04, 0.05, 0.04, 0.04, 0.04])
     assert deviations == pytest.approx([0, 0, 0.02 / 2**0.5, 0, 0, 0], rel=1e-4, abs=1e-9)
-    assert chart["finding"] == "plain, at the end: AGENT - SGD +4.00 points"
+    assert chart["finding"] == "plain, at the end: +4.00 points (AGENT − SGD)"
 
 
 def test_a_run_that_diverged_is_named_with_its_arm(results: Path) -> None:
@@ -199,7 +199,8 @@ def test_the_data_of_the_charts_is_that_of_the_files(results: Path) -> None:
     assert study["arms"] == ["SGD", "AGENT"]
     charts = {chart["title"]: chart for chart in study["charts"]}
     assert (
-        charts["Accuracy on test images"]["finding"] == "plain, at the end: SGD 60.05 ± 0.07 %, AGENT 62.05 ± 0.07 %"
+        charts["Accuracy on test images"]["finding"]
+        == "plain, at the end: 60.05 ± 0.07 % (SGD), 62.05 ± 0.07 % (AGENT)"
     )
     points = charts["Accuracy on test images"]["views"][0]["series"][1]["points"]
     assert points[2] == [3, pytest.approx(0.3205), pytest.approx(0.00070711, rel=1e-4)]
@@ -235,7 +236,7 @@ def test_bars_and_dots_are_drawn_to_scale_without_a_script(results: Path) -> Non
     # 5 of 100 weights of fc, all of head: the axis has the decades from 1 to 100 %
     dots = rows(text)
     fc, head = dots["fc", "100"], dots["head", "10"]
-    assert "<title>all arms: 5.00 %</title>" in fc
+    assert "<title>all arms: 5 %</title>" in fc
     assert re.findall(r'<circle class="a0" cx="([\d.]+)%"', fc) == [f"{100 * (1 + math.log10(0.05) / 2):.2f}"]
     assert 'cx="100.00%"' in head
 
@@ -386,7 +387,14 @@ def test_chromium_draws_the_charts_without_an_error(tmp_path: Path, kind: str) -
     buttons = re.findall(r'<div class="u-label"><button type="button" aria-pressed="true">(.*?)</button>', dom)
     assert len(buttons) >= curves
     if kind == "sound":
-        assert {"SGD", "AGENT", "AGENT - SGD"} == set(buttons)
+        assert {"SGD", "AGENT", "AGENT − SGD"} == set(buttons)
         assert '<td class="u-value">62.05 ± 0.07 %</td>' in dom  # AGENT at the end, while no pointer is on the chart
+        borders = [
+            set(re.findall(r"px (solid|dashed) ", chart)) for chart in dom.split('<figure class="chart lines')[1:]
+        ]
+        titles = re.findall(r'<figure class="chart lines.*?<figcaption>(.*?)[ <]', dom)
+        looks = dict(zip(titles, borders, strict=True))
+        assert "dashed" not in looks["Accuracy"]
+        assert "dashed" in looks["Training"]  # both arms have the same losses: their curves take turns
     assert "NaN" not in dom.partition("<script")[0]
     assert "<img" not in dom

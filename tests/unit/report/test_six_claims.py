@@ -101,15 +101,28 @@ def test_the_summary_has_six_sentences_with_the_numbers_of_the_main_settings() -
     studies = {"table1-standard": one, "published": published()}
     sentences = summary([*studies.values()], judge_claims(studies), waterfall(published(), 20))
     assert len(sentences) == 6
-    assert sentences[0].startswith("Tried: 18 runs of 2 studies")
-    assert "1 supported (Accuracy early in training)" in sentences[1]
-    assert "early in training: +10.00 points, 95 % CI" in sentences[2]
-    assert "(the paper: +9.20 points)" in sentences[2]
-    assert "at the end: not tested" in sentences[3]
-    assert "scored one step after a raw pass, +4.07 points (p < 0.05); " in sentences[4]
-    assert sentences[4].endswith("the correction itself, −0.50 points.")
-    assert "our baseline differs from the paper's by +1.40 points" in sentences[5]
-    assert sentences[5].endswith("0 of 6 arms have fewer than 3 runs.")
+    assert "settings: 1 supported (Accuracy early in training)" in sentences[0]  # supported ones first
+    assert "early in training: +10.00 points, 95 % CI" in sentences[1]
+    assert "(the paper: +9.20 points)" in sentences[1]
+    assert "at the end: not tested" in sentences[2]
+    assert "scored one step after a raw pass, +4.07 points (p < 0.05); " in sentences[3]
+    assert sentences[3].endswith("the correction itself, −0.50 points.")
+    assert "our baseline differs from the paper's by +1.40 points" in sentences[4]
+    assert sentences[4].endswith("0 of 6 arms have fewer than 3 runs.")
+    assert sentences[5].startswith("Tried: 18 runs of 2 studies")
+
+
+def test_a_claim_that_an_arm_is_lower_is_told_as_the_difference_of_that_arm() -> None:
+    one = study(*runs("SGD", [0.84, 0.85, 0.86]), *runs("SVRG", [0.81, 0.82, 0.83]))
+    judged = judge_claims({"set-itop": one})[3]
+    assert judged.main.plain.word == "supported"
+    low, high = ttest_ind([81, 82, 83], [84, 85, 86], equal_var=False).confidence_interval()
+    told = f"3.00 points lower, 95 % CI {low:.2f} to {high:.2f}".replace("-", "−")
+    assert judged.main.effect == told
+    assert (
+        f"SVRG against the plain gradient: {told} in SET-ITOP"
+        in summary([one], judge_claims({"set-itop": one}), None)[2]
+    )
 
 
 # The waterfall
