@@ -59,13 +59,17 @@ def run_python(chosen: list[Block], variables: dict[str, Any]) -> None:
     """Execute blocks of a page in order; a traceback names the page and its line.
 
     Blocks of one section share their variables. A new section, or a block that is marked
-    `fresh`, begins with those of `small_world`; imports stay.
+    `fresh`, begins with those of `small_world`; imports stay. Blocks with the `Trainer` of a framework also find what
+    it trains.
     """
     section = None
     for block in chosen:
         if block.section != section or block.mark == "fresh":
             variables.update(small_world())
             section = block.section
+        for framework, world in FRAMEWORKS.items():
+            if f"from {framework} import Trainer" in block.code:
+                variables.update(world())
         exec(compile("\n" * block.line + block.code, block.page, "exec"), variables)
 
 
@@ -89,3 +93,37 @@ def small_world() -> dict[str, Any]:
         "epochs": epochs,
         "steps": epochs * len(loader),
     }
+
+
+def lightning_world() -> dict[str, Any]:
+    """Return the module that README trains with Lightning."""
+    from lightning.pytorch import LightningModule
+
+    class Classifier(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = small_world()["model"]
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            x, y = batch
+            return cross_entropy(self.network(x), y)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return {"module": Classifier()}
+
+
+def transformers_world() -> dict[str, Any]:
+    """Return the model, its data and the arguments that README gives to the Trainer of Hugging Face."""
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+    size = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
+    return {
+        "model": GPT2LMHeadModel(GPT2Config(vocab_size=16, **size)),
+        "args": TrainingArguments("runs/gpt2", num_train_epochs=1, report_to="none", use_cpu=True),
+        "data": [{"input_ids": row, "labels": row} for row in torch.randint(16, (20, 8))],
+    }
+
+
+FRAMEWORKS = {"lightning.pytorch": lightning_world, "transformers": transformers_world}

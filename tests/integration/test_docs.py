@@ -31,6 +31,7 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 SHELL = [block for block in BLOCKS if block.language == "bash"]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+README = re.sub(r"<!-- figure.*?-->|<!-- /figure -->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
 TIMEOUT = 600  # seconds of a slow page
 
 
@@ -137,8 +138,6 @@ def test_blocks_that_do_not_run_are_counted() -> None:
     """A block that is added here needs a reason; a block that is repaired leaves the list."""
     reasons = [block.mark.removeprefix("not run: ") for block in PYTHON + SHELL if block.mark.startswith("not")]
     assert Counter(reasons) == {
-        "docs/guides/frameworks.md runs it": 2,
-        "docs/guides/deploy.md runs it": 1,
         "needs CIFAR-10 and a GPU": 2,
         "needs a GPU": 2,
         "needs a GPU and torchao": 1,
@@ -146,6 +145,22 @@ def test_blocks_that_do_not_run_are_counted() -> None:
         "sparsimony is not installed": 1,
         "SparseML is not installed": 1,
     }
+
+
+def test_readme_is_as_short_as_it_says() -> None:
+    def lengths(heading: str) -> list[int]:
+        section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+        return [len(code.strip().splitlines()) for code in re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)]
+
+    def sentences(text: str) -> int:
+        return len(re.findall(r"\.(?:\s|$)", text.replace("et al.", "et al")))
+
+    assert lengths("Five lines in your own loop")[0] - 2 == 5  # without the import and an empty line
+    assert lengths("The command line") == [6]
+    assert [length - 1 for length in lengths("Lightning and Hugging Face")] == [4, 4]
+    caveats = README.split("## Caveats\n- ")[1].split("\n\n")[0].split("\n- ")
+    assert [sentences(caveat) for caveat in caveats] == [1, 1, 1]
+    assert sentences(README.split("what became of it\n")[1].split("\n\n")[0]) == 3
 
 
 def commands(block: Block) -> list[list[str]]:
