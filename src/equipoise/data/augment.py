@@ -89,10 +89,13 @@ class Augment:
         # 1e-9 keeps 0.29 * 100 at 29.
         return math.floor(self.shift * height + 1e-9), math.floor(self.shift * width + 1e-9)
 
-    def draw(self, count: int, height: int, width: int, seed: int, epoch: int) -> Moves:
-        """Draw the moves of `count` images for an epoch; row n is for image n, whichever batch contains it."""
+    def check_size(self, height: int, width: int) -> None:
+        """Raise unless images of this size can be padded."""
         if self.reflect and self.pad >= min(height, width):
             raise UserError(f'images of {height}x{width} cannot be reflect-padded by {self.pad}; use mode="zero"')
+
+    def draw(self, count: int, height: int, width: int, seed: int, epoch: int) -> Moves:
+        """Draw the moves of `count` images for an epoch; row n is for image n, whichever batch contains it."""
         rng = generator(seed, "offsets", epoch)
         if self.resized:
             offsets = self._parts(count, height, width, rng)

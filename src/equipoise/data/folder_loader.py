@@ -69,6 +69,11 @@ class FolderLoader:
         """Number of batches per epoch."""
         return len(self.order)
 
+    @property
+    def image_shape(self) -> torch.Size:
+        """Channels, height and width of an image."""
+        return torch.Size([3, self.size, self.size])
+
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch, beginning with batch `start`."""
         self.order.check(start, extra=1)

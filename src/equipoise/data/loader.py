@@ -100,6 +100,8 @@ class Loader:
         self.order = Order(len(images), batch, seed, shuffle, drop_last, fixed_batches, rank, ranks)
         self.images = images.to(device)
         self.augment = augment
+        if augment is not None:
+            augment.check_size(*self.image_shape[1:])
         self._epochs: dict[int, Epoch] = {}
         self._placed_epoch = -1
         self._placed: list[Tensor] = []  # the tensors of that epoch
@@ -108,6 +110,11 @@ class Loader:
     def __len__(self) -> int:
         """Number of batches per epoch."""
         return len(self.order)
+
+    @property
+    def image_shape(self) -> torch.Size:
+        """Channels, height and width of an image."""
+        return self.images.images.shape[1:]
 
     def epoch(self, epoch: int, start: int = 0, raw: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch, beginning with batch `start`; `raw` leaves out the augmentation."""
@@ -185,8 +192,7 @@ class Loader:
         device = self.images.images.device
         moves = None
         if self.augment is not None:
-            height, width = self.images.images.shape[-2:]
-            drawn = self.augment.draw(len(self.images), height, width, self.order.seed, epoch)
+            drawn = self.augment.draw(len(self.images), *self.image_shape[1:], self.order.seed, epoch)
             moves = Moves(*(each[plan.images].to(device) for each in drawn))
         return Epoch(plan, plan.images.to(device), moves)
 

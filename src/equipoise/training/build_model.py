@@ -57,12 +57,11 @@ def options_of_data(model: str, classes: int, channels: int, size: int | None) -
 @torch.no_grad()
 def check_fit(model: nn.Module, recipe: Recipe, loader: AnyLoader, classes: int, device: torch.device) -> None:
     """Run the model on one image, so that a model that cannot take it is refused before the run begins."""
-    shape = (3, loader.size, loader.size) if isinstance(loader, FolderLoader) else loader.batch(0, 0)[0].shape[1:]
     model.eval()
     try:
-        logits = model(torch.zeros(1, *shape, device=device))
+        logits = model(torch.zeros(1, *loader.image_shape, device=device))
     except RuntimeError as error:
-        size = "x".join(map(str, shape))
+        size = "x".join(map(str, loader.image_shape))
         default = getattr(inspect.signature(MODELS[recipe.model]).parameters.get("size"), "default", None)
         side = recipe.model_options.get("size", default)
         if isinstance(loader, FolderLoader) and side not in (None, loader.size):

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from equipoise.data import FolderLoader
+from equipoise.data import Loader
 from equipoise.data.folder_loader import EVALUATION_ZOOM
 from equipoise.deploy.blueprint import Blueprint, Network
 from equipoise.deploy.export import check_weights
@@ -54,13 +54,14 @@ def _blueprint(trainer: Trainer) -> Blueprint:
     """Collect the options that rebuild the model, including those that the run took from its data."""
     recipe, parts = trainer.recipe, trainer.parts
     model, loader = unwrap(parts.model), parts.loaders["test"]
-    images = (3, loader.size, loader.size) if isinstance(loader, FolderLoader) else loader.batch(0, 0)[0].shape[1:]
+    in_memory, images = isinstance(loader, Loader), tuple(loader.image_shape)
     with preserved_modes(model):
         classes = model.eval()(torch.zeros(1, *images, device=parts.device)).shape[1]
-    size = None if isinstance(loader, FolderLoader) else images[-1]
-    options = options_of_data(recipe.model, classes, images[0], size) | dict(recipe.model_options)
+    options = options_of_data(recipe.model, classes, images[0], images[-1] if in_memory else None) | dict(
+        recipe.model_options
+    )
     buffers = dict(model.named_buffers())  # a packed model has other modules, but the same names of buffers
     named = (buffers.get(f"normalize.{name}", torch.empty(0)) for name in ("mean", "std"))  # empty: no such layer
     mean, std = (tuple(buffer.flatten().tolist()) for buffer in named)
-    zoom = EVALUATION_ZOOM if isinstance(loader, FolderLoader) else 1.0
-    return Blueprint(recipe.model, options, tuple(images), mean, std, parts.classes, zoom)
+    zoom = 1.0 if in_memory else EVALUATION_ZOOM
+    return Blueprint(recipe.model, options, images, mean, std, parts.classes, zoom)

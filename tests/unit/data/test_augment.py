@@ -110,9 +110,9 @@ def test_wrong_options_are_explained(options, words):
 
 def test_reflection_beyond_the_image_is_explained():
     with pytest.raises(UserError, match="4x9 cannot be reflect-padded by 4"):
-        Augment(pad=4).draw(1, 4, 9, seed=0, epoch=0)
-    Augment(pad=4, mode="zero").draw(1, 4, 9, seed=0, epoch=0)
-    Augment(pad=4).draw(1, 5, 9, seed=0, epoch=0)
+        Augment(pad=4).check_size(4, 9)
+    Augment(pad=4, mode="zero").check_size(4, 9)
+    Augment(pad=4).check_size(5, 9)
 
 
 def test_move_compiles_to_one_graph_with_equal_results():

@@ -165,7 +165,7 @@ def test_wrong_options_are_explained():
     with pytest.raises(UserError, match="fixed_batches=True"):
         Loader(numbered(8), 2).index(0, 0)
     with pytest.raises(UserError, match="reflect-padded"):
-        Loader(numbered(8, size=4), 2, augment=Augment(pad=4)).epoch(0)
+        Loader(numbered(8, size=4), 2, augment=Augment(pad=4))
 
 
 # place and assemble
