@@ -83,7 +83,7 @@ def total(costs: Iterable[LayerCost]) -> LayerCost:
 
 
 @dataclass(frozen=True)
-class Passes:
+class SamplePasses:
     """Number of passes over samples: a forward pass over a batch of 128 counts as 128.
 
     Args:
@@ -105,14 +105,14 @@ class Passes:
             raise UserError(f"{self}: dense_gradients <= sample_gradients <= backward <= forward must hold")
 
     @classmethod
-    def attack(cls, samples: int, steps: int) -> Passes:
+    def attack(cls, samples: int, steps: int) -> SamplePasses:
         """`steps` forward passes and as many backward passes to the input."""
         return cls(samples * steps, samples * steps)
 
-    def __add__(self, other: Passes) -> Passes:
-        if not isinstance(other, Passes):
+    def __add__(self, other: SamplePasses) -> SamplePasses:
+        if not isinstance(other, SamplePasses):
             return NotImplemented
-        return Passes(
+        return SamplePasses(
             self.forward + other.forward,
             self.backward + other.backward,
             self.sample_gradients + other.sample_gradients,

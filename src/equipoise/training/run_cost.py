@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from equipoise.analysis.flops import LayerCost, Passes, count, total
-from equipoise.data import FolderLoader
+from equipoise.analysis.flops import LayerCost, SamplePasses, count, total
 from equipoise.topology import GMP
 from equipoise.training.trainer import Trainer
 
@@ -50,13 +49,11 @@ def measure_cost(trainer: Trainer) -> dict[str, Any]:
 def layer_costs(trainer: Trainer) -> list[LayerCost]:
     """Count the FLOPs of one image by layer."""
     parts = trainer.parts
-    size = parts.train.size if isinstance(parts.train, FolderLoader) else None  # without reading a file
-    shape = parts.train.batch(0, 0)[0].shape[1:] if size is None else torch.Size([3, size, size])
     densities = {layer.name: layer.active / layer.size for layer in parts.topology.layers if layer.index is None}
-    return count(parts.model, torch.zeros(1, *shape, device=parts.device), densities)
+    return count(parts.model, torch.zeros(1, *parts.train.image_shape, device=parts.device), densities)
 
 
-def passes_so_far(trainer: Trainer) -> Passes:
+def passes_so_far(trainer: Trainer) -> SamplePasses:
     """Count the passes of the run over samples, from its passes over batches and its mean batch size."""
     parts, objective = trainer.parts, trainer.recipe.objective
     size = trainer.images / trainer.step if trainer.step else 0.0
@@ -65,8 +62,8 @@ def passes_so_far(trainer: Trainer) -> Passes:
     )
     wish = parts.topology.algorithm.dense_gradient
     steps = {"never": 0, "at updates": parts.topology.updates, "always": parts.topology.steps}[wish]
-    attack = Passes.attack(round(trainer.parts.passes.attacks * size), objective.attack_passes)
-    return Passes(forward, backward, backward, min(backward, round(steps * size))) + attack
+    attack = SamplePasses.attack(round(trainer.parts.passes.attacks * size), objective.attack_passes)
+    return SamplePasses(forward, backward, backward, min(backward, round(steps * size))) + attack
 
 
 def _same_density(trainer: Trainer) -> bool:

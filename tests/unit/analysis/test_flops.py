@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from equipoise.analysis.flops import LayerCost, Passes, count, total
+from equipoise.analysis.flops import LayerCost, SamplePasses, count, total
 from equipoise.errors import UserError
 from equipoise.models.vgg import vgg_c
 
@@ -220,7 +220,7 @@ COST = LayerCost("total", "total", (), dense_forward=100, sparse_forward=10, den
 
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=4), st.lists(st.integers(0, 50), min_size=4, max_size=4))
 def test_passes_add_and_so_do_their_flops(one: list[int], two: list[int]) -> None:
-    left, right = (Passes(*sorted(counts, reverse=True)) for counts in (one, two))
+    left, right = (SamplePasses(*sorted(counts, reverse=True)) for counts in (one, two))
     both = left + right
     assert both.forward == left.forward + right.forward
     assert both.dense_flops(COST) == left.dense_flops(COST) + right.dense_flops(COST)
@@ -231,9 +231,9 @@ def test_passes_add_and_so_do_their_flops(one: list[int], two: list[int]) -> Non
 
 def test_the_cost_of_an_epoch_of_agent_against_sgd() -> None:
     """AGENT by recomputing: the batch at both weights, the full pass, and a forward pass at the snapshot."""
-    sgd, agent = Passes(1, 1, 1), Passes(4, 3, 3)
+    sgd, agent = SamplePasses(1, 1, 1), SamplePasses(4, 3, 3)
     assert agent.sparse_flops(COST) / sgd.sparse_flops(COST) == pytest.approx(10 / 3)
-    attack = Passes.attack(1, steps=10)
+    attack = SamplePasses.attack(1, steps=10)
     assert attack.sample_gradients == 0
     assert (attack + agent).dense_flops(COST) / (attack + sgd).dense_flops(COST) == pytest.approx(30 / 23)
 
@@ -241,7 +241,7 @@ def test_the_cost_of_an_epoch_of_agent_against_sgd() -> None:
 def test_rigl_pays_a_dense_gradient_at_every_update() -> None:
     """The appendix of Evci et al.: (3 f_S dT + 2 f_S + f_D) over dT + 1 steps."""
     interval, sparse, dense = 99, COST.sparse_forward, COST.dense_forward
-    passes = Passes(interval + 1, interval + 1, interval + 1, dense_gradients=1)
+    passes = SamplePasses(interval + 1, interval + 1, interval + 1, dense_gradients=1)
     assert passes.sparse_flops(COST) == 3 * sparse * interval + 2 * sparse + dense
     assert passes.dense_flops(COST) == 3 * dense * (interval + 1)
 
@@ -251,11 +251,11 @@ def test_an_attack_computes_no_weight_gradient() -> None:
     counter = FlopCounterMode(display=False)
     with counter:
         torch.autograd.grad(model(x.clone()).sum(), x)  # the counter cannot follow a leaf
-    assert Passes.attack(1, steps=1).dense_flops(total(count(model, x.detach()))) == counter.get_total_flops()
+    assert SamplePasses.attack(1, steps=1).dense_flops(total(count(model, x.detach()))) == counter.get_total_flops()
 
 
 def test_impossible_passes_are_named() -> None:
     with pytest.raises(UserError, match="sample_gradients <= backward"):
-        Passes(forward=1, backward=1, sample_gradients=2)
+        SamplePasses(forward=1, backward=1, sample_gradients=2)
     with pytest.raises(TypeError):
-        Passes() + 1  # type: ignore[operator]
+        SamplePasses() + 1  # type: ignore[operator]
