@@ -1,12 +1,13 @@
-"""Helpers for torch modules."""
+"""Helpers for torch modules and their tensors."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -21,6 +22,18 @@ def preserved_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training  # `train()` would also reach submodules with a mode of their own
+
+
+@contextmanager
+def preserved_values(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the values of tensors, such as the buffers of a model, at the end of the block."""
+    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in saved:
+                tensor.copy_(value)
 
 
 def transformers_conv1d() -> tuple[type[nn.Module], ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
+from equipoise.modules import preserved_values
 from equipoise.storage.packed_modules import PackedLayer, set_data
 from equipoise.topology.selection import unwrap
 
@@ -142,18 +143,12 @@ def without_trace(model: nn.Module, device: torch.device, bn_trace: bool = False
     The generators of Python and numpy are restored too: a user's augmentation may draw from them. With `bn_trace` the
     buffers keep what the block did to them, as in the published code of AGENT.
     """
-    torch_random, python_random, numpy_random = (
-        RandomState(device),
-        random.getstate(),
-        np.random.get_state(),  # noqa: NPY002
-    )
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not bn_trace]
+    torch_random, python_random = RandomState(device), random.getstate()
+    numpy_random = np.random.get_state()  # noqa: NPY002
     try:
-        yield
+        with preserved_values(() if bn_trace else model.buffers()):
+            yield
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
         torch_random.restore()
         random.setstate(python_random)
         np.random.set_state(numpy_random)  # noqa: NPY002

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
+from equipoise.modules import preserved_values
 from equipoise.shards import is_sharded, local, reshard, share
 from equipoise.storage.flat import FlatParameters
 from equipoise.storage.masked import Compile, hide_inactive
@@ -117,13 +118,8 @@ class EMA:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Run the model with the averaged weights; its weights and buffers are restored afterwards."""
-        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
-        try:
-            with weights_of(self._model, self.values):
-                yield
-        finally:
-            for name, buffer in self._model.named_buffers():
-                buffer.detach().copy_(buffers[name])
+        with preserved_values(self._model.buffers()), weights_of(self._model, self.values):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """The averages by parameter name, and the number of updates."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.errors import UserError
-from equipoise.modules import preserved_modes
+from equipoise.modules import preserved_modes, preserved_values
 
 
 @contextmanager
@@ -32,9 +32,8 @@ def bn_recalibrated(
         UserError: If there is no image.
     """
     norms = norms_of(model)
-    saved = [{key: value.clone() for key, value in norm.named_buffers()} for norm in norms]
     momenta = [norm.momentum for norm in norms]
-    with preserved_modes(model):
+    with preserved_modes(model), preserved_values(buffer for norm in norms for buffer in norm.buffers()):
         try:
             model.eval()
             if norms:
@@ -43,10 +42,8 @@ def bn_recalibrated(
                 model.eval()
             yield
         finally:
-            for norm, buffers, momentum in zip(norms, saved, momenta, strict=True):
+            for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-                for key, value in norm.named_buffers():
-                    value.copy_(buffers[key])
 
 
 def norms_of(model: nn.Module) -> list[_BatchNorm]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
-from equipoise.modules import preserved_modes
+from equipoise.modules import preserved_modes, preserved_values
 from equipoise.training.bn_recalibration import norms_of
 
 STATISTICS_BATCHES = 64  # with BatchNorm's momentum of 0.1, older batches make up 0.9^64 = 0.1 % of the statistics
@@ -88,13 +88,7 @@ def raw_shifts(
 @contextmanager
 def shifted(shifts: list[Shift]) -> Iterator[None]:
     """Shift statistics for the duration of the block."""
-    before = [shift.statistic.clone() for shift in shifts]
-    try:
-        with torch.no_grad():
-            for shift in shifts:
-                shift.statistic.add_(shift.by)
+    with preserved_values(shift.statistic for shift in shifts):
+        for shift in shifts:
+            shift.statistic.add_(shift.by)
         yield
-    finally:
-        with torch.no_grad():
-            for shift, old in zip(shifts, before, strict=True):
-                shift.statistic.copy_(old)
