@@ -25,6 +25,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 12,
 }
+LOSS = "loss, logarithmic"
 Metrics = list[dict[str, Any]]
 
 
@@ -87,7 +88,7 @@ def draw_run(metrics: Metrics, path: Path, name: str) -> None:
     weights = {"explored": "exploration", "active": "density"} if density < 1 else {}
     panels = {
         f"{split} accuracy, %": _percents(metrics, lambda line: _accuracies(line["scores"])),
-        "loss": _series(metrics, lambda line: {"train": line["train_loss"], split: line["scores"]["plain"]["loss"]}),
+        LOSS: _series(metrics, lambda line: {"train": line["train_loss"], split: line["scores"]["plain"]["loss"]}),
         "of all weights, %": _percents(metrics, lambda line: {label: line[key] for label, key in weights.items()}),
         "correction, %": _percents(
             metrics, lambda line: {keys[k]: v for k, v in line["correction"].items() if k in keys}
@@ -103,10 +104,12 @@ def draw_run(metrics: Metrics, path: Path, name: str) -> None:
 def _draw(panels: Mapping[str, Mapping[str, list[float]]], epochs: list[int], path: Path, title: str) -> None:
     columns = 3 if len(panels) == 3 else 2
     rows = (len(panels) + 1) // columns
-    with drawing(path, title, columns, rows, (5.5 * columns, 0.7 + 3.6 * rows)) as axes:
+    with drawing(path, title, columns, rows, (5.5 * columns, 0.7 + 4.3 * rows)) as axes:
         for axis, (label, series) in zip(axes, panels.items(), strict=True):
             _plot(axis, epochs, series, unit=" %" if "%" in label else "")
             axis.set_title(label)
+            if label == LOSS:
+                axis.set_yscale("log")
 
 
 def _accuracies(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -141,7 +144,7 @@ def _plot(axis: Any, epochs: list[int], series: Mapping[str, list[float]], unit:
         )
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("epoch")
-    axis.legend()
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)  # outside: it covers no curve
 
 
 # Arms with several seeds

@@ -184,6 +184,7 @@ def test_the_chart_over_epochs_has_all_arms_and_names_the_first_budget_that_reac
     )
     panel["fast"] = panel["fast"][:1]
     assert charts.fewest(panel).startswith("8 epochs of the fast recipe end 1.0 points below RigL-ITOP")
+    assert charts.fewest(panel).endswith(",\nand 6.0 points below dense training in as many")
 
 
 def test_points_that_would_cover_those_of_another_arm_are_drawn_aside() -> None:
