@@ -26,7 +26,7 @@ def runs_table(runs: Sequence[Path], folder: Path) -> Table:
 def method_of(raw: Mapping[str, Any]) -> str:
     """Describe a recipe: `vgg_c on cifar10, set-itop with agent`."""
     model, data, topology, correction = _names(raw)
-    return f"{model} on {data}, {topology}{'' if correction == 'none' else f' with {correction}'}"
+    return f"{model} on {data}, {topology}{'' if correction == 'sgd' else f' with {correction}'}"
 
 
 def _names(raw: Mapping[str, Any]) -> list[str]:
