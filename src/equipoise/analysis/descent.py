@@ -19,6 +19,7 @@ from equipoise.errors import UserError
 Array = NDArray[np.float64]
 
 METHODS = ("SGD", "SVRG", "AGENT")
+BATCH_SIZE = 10
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,6 @@ def trajectories(
     problem: Phases | None = None,
     *,
     mu: float = 0.25,
-    alpha: float = 2 / 3,
-    batch_size: int = 10,
     epochs: int = 30,
     repeats: int = 16,
     gamma: float = 0.1,
@@ -99,13 +98,11 @@ def trajectories(
 ) -> dict[str, Trajectory]:
     """Run every method from the same start on the same batches.
 
-    The step size is eta = mu n / (L N^alpha); mu = 1/4 and alpha = 2/3 are the values of Reddi et al.
+    The step size is eta = mu n / (L N^alpha) with n = 10; mu = 1/4 and alpha = 2/3 are the values of Reddi et al.
 
     Args:
         problem: The problem; by default a random one.
         mu: Factor of the step size.
-        alpha: Exponent of the step size.
-        batch_size: n.
         epochs: Number of epochs.
         repeats: Number of runs to average over.
         gamma: AGENT's gamma.
@@ -121,7 +118,7 @@ def trajectories(
     if epochs < 1 or repeats < 1:
         raise UserError(f"epochs is {epochs} and repeats {repeats}; both must be at least 1")
     problem = problem or Phases.random()
-    setting = setting_of_theorem(mu, problem.smoothness, batch_size, len(problem.targets), gamma, alpha)
+    setting = setting_of_theorem(mu, problem.smoothness, BATCH_SIZE, len(problem.targets), gamma)
     if not setting.svrg().admissible:
         raise UserError(f"mu={mu} is too large for a bound on SVRG (nu* = {setting.svrg().nu:.3g}); use 0.25")
     start = np.random.default_rng(seed).standard_normal((1, problem.features.shape[1]))

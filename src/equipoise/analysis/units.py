@@ -7,7 +7,7 @@ grow them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -34,19 +34,13 @@ class Units:
     unread: int
 
 
-def count_units(
-    model: nn.Module,
-    topology: Topology,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    loss_fn: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
-) -> dict[str, Units]:
-    """Count the units of linear layers and convolutions, by the name of their weight.
+def count_units(model: nn.Module, topology: Topology, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Units]:
+    """Count the units of linear layers and convolutions of a classifier, by the name of their weight.
 
     Args:
         model: The model, in masked storage. It runs in eval mode and is left unchanged.
         topology: Its topology.
         batches: Inputs and labels. A unit is silent if the losses of all of them are independent of it.
-        loss_fn: The loss of the model's output and the labels.
     """
     names = {id(layer.parameter): layer.name for layer in topology.layers}
     heard: dict[str, Tensor] = {}
@@ -64,7 +58,7 @@ def count_units(
             model.eval()
             for x, y in batches:
                 x = x.detach().requires_grad_()  # of the losses, only this gradient is kept
-                torch.autograd.grad(loss_fn(model(x), y), x)
+                torch.autograd.grad(nn.functional.cross_entropy(model(x), y), x)
     finally:
         for hook in hooks:
             hook.remove()

@@ -8,7 +8,7 @@ another device are not used. Between arms, seconds are proportional to the passe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,14 +85,14 @@ def _passes(recipe: Recipe) -> float:
     return own * relative_cost(recipe, recipe.correction)
 
 
-def _measure(job: Job, clock: Callable[[], float] = time.perf_counter) -> float:
+def _measure(job: Job) -> float:
     """Return the seconds of an epoch per pass, from a few steps without correction."""
     raw: dict[str, Any] = {**job.recipe, "correction": "sgd", "engine": "eager"}
     trainer = Trainer(make_recipe(raw))
     for _ in range(min(STEPS, len(trainer.parts.train))):
-        begin = clock()
+        begin = time.perf_counter()
         trainer.take_step()
         if trainer.parts.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = clock() - begin
+        seconds = time.perf_counter() - begin
     return seconds * len(trainer.parts.train) / _passes(trainer.recipe)

@@ -63,7 +63,6 @@ class CudaEngine(Engine):
     Args:
         device: The CUDA device.
         compile: Whether to compile.
-        capture: Whether to capture. With neither, functions run as they are, on any device.
         on_startup: Called with the seconds of each first run and each recording.
         communicates: Whether functions communicate with other processes. The threads of nccl then call CUDA while
             this one captures.
@@ -73,11 +72,10 @@ class CudaEngine(Engine):
         self,
         device: torch.device,
         compile: bool = True,
-        capture: bool = True,
         on_startup: Callable[[float], None] = lambda seconds: None,
         communicates: bool = False,
     ) -> None:
-        self.captures = capture
+        self.captures = True
         self._compiles = compile
         self._on_startup = on_startup
         self._error_mode = "thread_local" if communicates else "global"
@@ -85,8 +83,8 @@ class CudaEngine(Engine):
         self._generators: list[torch.Generator] = []
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._stream = torch.cuda.Stream(device) if capture else None
-        self._pool = torch.cuda.graph_pool_handle() if capture else None
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
 
     def compiled(self, function: Callable[..., Any], combine: bool = False) -> Callable[..., Any]:
         if not self._compiles:
@@ -137,7 +135,6 @@ class CudaEngine(Engine):
 
     def _run_on_stream(self, function: Callable[[], None]) -> None:
         """Run on the stream that will record, so that what libraries keep per stream exists by then."""
-        assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             function()

@@ -37,24 +37,20 @@ class ProgressLines(Watcher):
     Args:
         say: Prints a line.
         title: The beginning of every line.
-        clock: Returns the time in seconds.
     """
 
     EVERY = 30.0  # seconds
 
-    def __init__(
-        self, say: Callable[[str], None], title: str = "", clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, say: Callable[[str], None], title: str = "") -> None:
         self.say = say
         self.title = title
-        self.clock = clock
         self._begun = self._told = (0.0, 0, 0)  # time, step and images
 
     def begin(self, trainer: Trainer) -> None:
-        self._begun = self._told = (self.clock(), trainer.step, trainer.images)
+        self._begun = self._told = (time.perf_counter(), trainer.step, trainer.images)
 
     def step(self, trainer: Trainer) -> None:
-        now, (begun, first, _), (told, _, images) = self.clock(), self._begun, self._told
+        now, (begun, first, _), (told, _, images) = time.perf_counter(), self._begun, self._told
         if now - told < self.EVERY or trainer.step == first:
             return
         left = (trainer.total_steps - trainer.step) * (now - begun) / (trainer.step - first)
@@ -66,7 +62,7 @@ class ProgressLines(Watcher):
         self._told = (now, trainer.step, trainer.images)
 
     def epoch(self, trainer: Trainer, line: dict[str, Any]) -> None:
-        self._told = (self.clock(), trainer.step, trainer.images)  # the line of the epoch is news enough
+        self._told = (time.perf_counter(), trainer.step, trainer.images)  # the line of the epoch is news enough
 
 
 class Terminal(Watcher):

@@ -9,7 +9,7 @@ import torch
 
 from equipoise.objectives.attack import PGD
 from equipoise.training import Trainer, make_recipe
-from equipoise.training.engine import CudaEngine, Engine
+from equipoise.training.engine import Engine
 from equipoise.training.evaluate import Score
 from replay_engine import FixedAddressEngine, ReplayEngine
 from step_matrix import ALL, BASE, Case, pairwise, recipe_of
@@ -87,12 +87,6 @@ def test_a_smaller_last_batch_is_replayed_too(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(BASE, "data", {**BASE["data"], "batch": 500})
     case = ("set", "recompute", "adam", "trades")
     assert_same(trained(case, ReplayEngine()), trained(case, FixedAddressEngine()))
-
-
-@pytest.mark.parametrize("case", sorted(QUICK)[::10], ids=", ".join)
-def test_the_cuda_engine_without_compiling_and_capturing_is_the_eager_engine(case: Case) -> None:
-    plain = CudaEngine(torch.device("cpu"), compile=False, capture=False)
-    assert_same(trained(case, plain), trained(case, Engine()))
 
 
 def test_bsr_net_rewires_every_fourth_step_with_adam_too() -> None:

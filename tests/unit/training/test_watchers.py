@@ -70,11 +70,12 @@ def test_without_a_terminal_there_is_a_line_per_epoch() -> None:
         assert word in lines[1]
 
 
-def test_without_a_terminal_a_line_every_30_seconds_tells_progress() -> None:
+def test_without_a_terminal_a_line_every_30_seconds_tells_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes 8 seconds of a clock of ours, an evaluation none: a line at 32 s, and 32 s after each line."""
     lines: list[str] = []
     made = trainer(epochs=3)
-    made.watcher = ProgressLines(lines.append, "run", clock=lambda: 8.0 * made.step)
+    made.watcher = ProgressLines(lines.append, "run")
+    monkeypatch.setattr("time.perf_counter", lambda: 8.0 * made.step)
     made.run()
     seen = [
         re.match(r"run epoch (\d)/3, batch (\d)/6  loss \d+\.\d{4}  30 images/s  about (.*) left$", x) for x in lines
