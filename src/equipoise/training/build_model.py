@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from equipoise.errors import UserError
 from equipoise.models import MODELS, Normalize
 from equipoise.training.loaders import AnyLoader
 from equipoise.training.pretrained import load_weights
-from equipoise.training.recipe import MODEL_OPTIONS_OF_DATA, Recipe
+from equipoise.training.recipe import MODEL_OPTIONS_OF_DATA, Recipe, model_defaults
 
 
 def make_model(recipe: Recipe, splits: Splits) -> nn.Module:
@@ -62,8 +61,7 @@ def check_fit(model: nn.Module, recipe: Recipe, loader: AnyLoader, classes: int,
         logits = model(torch.zeros(1, *loader.image_shape, device=device))
     except RuntimeError as error:
         size = "x".join(map(str, loader.image_shape))
-        default = getattr(inspect.signature(MODELS[recipe.model]).parameters.get("size"), "default", None)
-        side = recipe.model_options.get("size", default)
+        side = (model_defaults(recipe.model) | dict(recipe.model_options)).get("size")
         if isinstance(loader, FolderLoader) and side not in (None, loader.size):
             message = f"model: {recipe.model} takes images of 3x{side}x{side}, not of {size}; set data.size={side}"
             raise UserError(message) from None

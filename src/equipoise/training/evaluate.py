@@ -64,7 +64,7 @@ def score(model: nn.Module, batches: Batches, autocast: Autocast = nullcontext, 
 
 def three_ways(
     model: nn.Module,
-    fresh: Callable[[], Iterable[Tensor]],
+    images: Callable[[], Iterable[Tensor]],
     ema: EMA | None = None,
     autocast: Autocast = nullcontext,
 ) -> Generator[str]:
@@ -76,26 +76,26 @@ def three_ways(
 
     Args:
         model: The model. Closing the generator restores it.
-        fresh: Returns the training images that statistics are recomputed from.
+        images: Returns the training images that statistics are recomputed from.
         ema: The averaged weights; without them there is no `ema` score.
         autocast: Makes the context of the forward passes that recompute statistics.
     """
     yield "plain"
-    with bn_recalibrated(model, fresh(), autocast):
+    with bn_recalibrated(model, images(), autocast):
         yield "bn_recalibrated"
     if ema is not None:
-        with weights_of(model, ema.values), bn_recalibrated(model, fresh(), autocast):
+        with weights_of(model, ema.values), bn_recalibrated(model, images(), autocast):
             yield "ema"
 
 
 def score_three_ways(
     model: nn.Module,
     test: Callable[[], Batches],
-    fresh: Callable[[], Iterable[Tensor]],
+    images: Callable[[], Iterable[Tensor]],
     ema: EMA | None = None,
     autocast: Autocast = nullcontext,
     world: World = ALONE,
 ) -> dict[str, Score]:
     """Evaluate a model in the state of each score, see `three_ways` and `score`."""
-    with closing(three_ways(model, fresh, ema, autocast)) as names:  # an error leaves the model restored
+    with closing(three_ways(model, images, ema, autocast)) as names:  # an error leaves the model restored
         return {name: score(model, test(), autocast, world) for name in names}

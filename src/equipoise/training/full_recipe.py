@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from equipoise.config import parameters_of
-from equipoise.models import MODELS
-from equipoise.training.recipe import CATALOGUES, KEYS, MODEL_OPTIONS_OF_DATA, DataOptions, Recipe
+from equipoise.training.recipe import CATALOGUES, KEYS, MODEL_OPTIONS_OF_DATA, DataOptions, Recipe, model_defaults
 from equipoise.training.reference import Option, as_yaml, options_of, plain
 
 CHOSEN = {"correction": ("mode",), "topology": ("seed",)}
@@ -63,9 +60,7 @@ def _name(recipe: Recipe, part: str) -> str:
 def _part(recipe: Recipe, part: str) -> dict[str, Any]:
     name = _name(recipe, part)
     if part == "model":
-        signature = inspect.signature(MODELS[name]).parameters
-        options = {key: signature[key].default for key in parameters_of(MODELS[name])}
-        own = {key: value for key, value in options.items() if key not in MODEL_OPTIONS_OF_DATA}
+        own = {key: value for key, value in model_defaults(name).items() if key not in MODEL_OPTIONS_OF_DATA}
         return {"name": name, **own, **recipe.model_options}
     if part == "data":
         return {**plain(recipe.data), **recipe.data_options}

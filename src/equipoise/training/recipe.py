@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_type_hints
@@ -237,6 +238,12 @@ def make_recipe(raw: Mapping[str, Any]) -> Recipe:
     hints = get_type_hints(Recipe, include_extras=True)
     values |= {key: convert(value, hints[key], key) for key, value in full.items() if key not in values}
     return Recipe(**values, raw=copy.deepcopy(dict(raw)))
+
+
+def model_defaults(model: str) -> dict[str, Any]:
+    """Return the default of every option of a model."""
+    signature = inspect.signature(MODELS[model]).parameters
+    return {name: signature[name].default for name in parameters_of(MODELS[model])}
 
 
 def places_of(option: str) -> list[str]:

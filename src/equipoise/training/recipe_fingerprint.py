@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from equipoise.config import parameters_of
-from equipoise.models import MODELS
-from equipoise.training.recipe import KEYS, Recipe
+from equipoise.training.recipe import KEYS, Recipe, model_defaults
 
 MAY_CHANGE = (
     # where and how fast the same numbers are computed
@@ -38,10 +35,11 @@ MAY_CHANGE = (
 
 def fingerprint(recipe: Recipe) -> dict[str, Any]:
     """Return everything that a checkpoint and a recipe must have in common, by key; see `MAY_CHANGE`."""
-    signature = inspect.signature(MODELS[recipe.model]).parameters
-    defaults = {name: signature[name].default for name in parameters_of(MODELS[recipe.model])}
     found = {"seed": recipe.seed, "model": recipe.model}
-    for part, options in (("model", defaults | dict(recipe.model_options)), ("data", recipe.data_options)):
+    for part, options in (
+        ("model", model_defaults(recipe.model) | dict(recipe.model_options)),
+        ("data", recipe.data_options),
+    ):
         found |= {f"{part}.{key}": _plain(value) for key, value in options.items()}
     for key in KEYS:
         if key not in found:
