@@ -160,6 +160,7 @@ def runs(name: str, *arms: str) -> str:
     return " and ".join(str(len(study(name).results.get(arm, ()))) for arm in arms)
 
 
+PACKED = (90, 95, 99)
 PATTERNS = {"unstructured": "single weights", "n:m": "n:m", "16x1": "`16x1`", "fan-in": "`fan_in`"}
 
 
@@ -259,6 +260,42 @@ def faster(case: str, rival: str, than: str = "dense ") -> str:
     if not dense:
         raise Unknown(f'bench/results/cpu.json: {case} has no rival "{than}"')
     return f"{min(dense) / at('cpu.json', f'{path}/{rival}'):.1f}"
+
+
+@figure
+def speed_summary() -> str:
+    """Times as fast as the fastest dense form, for each case of bench/cpu.py with packed models, by sparsity."""
+    rows = []
+    for found in (case for section in bench("cpu.json").values() for case in section["measured"]):
+        times = {} if isinstance(found, str) else found["milliseconds"]
+        dense = [name for name in times if name.startswith("dense ")]
+        if "packed 90 %" not in times or not dense:
+            continue
+        best = min(dense, key=times.__getitem__)
+        packed = {
+            p: min(times[name] for name in (f"packed {p} %", f"packed bf16 {p} %") if name in times) for p in PACKED
+        }
+        factors = [f"{times[best] / found:.1f} ×" for found in packed.values()]
+        rows.append([found["case"], f"{best.removeprefix('dense ')}: {times[best]:,.0f} ms", *factors])
+    return table(["", "fastest dense form", *(f"{percent} %" for percent in PACKED)], rows)
+
+
+@figure
+def cell(page: str, head: str, row: str, column: str) -> str:
+    """`2.01 ×`: a cell of a table of a page, by the first cells of the table's head and of the row.
+
+    The table has the command that prints it next to it.
+    """
+    found = []
+    inside = ""
+    for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
+        cells = [text.strip() for text in line.strip("|").split("|")] if line.startswith("|") else []
+        inside = (inside or cells[0]) if cells else ""
+        if cells and inside == head and cells[0] == row:
+            found.append(cells)
+    if len(found) != 1 or int(column) >= len(found[0]):
+        raise Unknown(f"{page} has {len(found)} rows {row} below {head}, or none with a cell {column}")
+    return found[0][int(column)]
 
 
 @figure

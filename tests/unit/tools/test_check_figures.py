@@ -59,6 +59,27 @@ def test_figures_are_those_of_the_result_files(root: Path) -> None:
     assert check_figures.text_of("ratio b.json 0/dense 0/bytes format=.0f") == "4"
 
 
+def test_the_summary_of_speed_takes_the_fastest_dense_and_the_fastest_packed_form(root: Path) -> None:
+    times = {"dense float32, a": 12.0, "dense bf16, b": 8.0, "packed 90 %": 6.0, "packed bf16 90 %": 4.0}
+    times |= {"packed 95 %": 2.0, "packed 99 %": 1.0, "packed bf16 99 %": 1.6, "onnxruntime, dense float32": 1.0}
+    measured = [{"case": "net", "milliseconds": times}, {"case": "epoch", "milliseconds": {"SGD, dense": 1.0}}]
+    sections = {"net": {"about": {}, "measured": measured}, "size": {"about": {}, "measured": {"dense": 5}}}
+    (root / "bench" / "results" / "cpu.json").write_text(json.dumps(sections))
+    assert check_figures.text_of("speed_summary").splitlines()[3:] == [
+        "| net | bf16, b: 8 ms | 2.0 × | 4.0 × | 8.0 × |"
+    ]
+
+
+def test_a_cell_is_found_by_the_heads_of_its_table_and_row(root: Path) -> None:
+    (root / "docs").mkdir(exist_ok=True)
+    (root / "docs" / "a.md").write_text("| x | y |\n|---|---|\n| a | 1 |\n\n| z | y |\n|---|---|\n| a | 2 |\n")
+    assert check_figures.text_of("cell docs/a.md x a 1") == "1"
+    assert check_figures.text_of("cell docs/a.md z a 1") == "2"
+    for wrong in ("z b 1", "a a 1", "z a 2"):
+        with pytest.raises(check_figures.Unknown, match=r"docs/a\.md has"):
+            check_figures.text_of(f"cell docs/a.md {wrong}")
+
+
 def test_tables_of_patterns_are_those_of_the_benchmarks(root: Path) -> None:
     arms = ("2:4", "unstructured 50 %", "16x1 50 %", "fan-in 50 %")
     folder = write_study(root / "results" / "patterns", list(arms))
