@@ -508,7 +508,7 @@ def program(code: list[str], **environment: str) -> subprocess.CompletedProcess[
 
 def test_python_m_equipoise(tmp_path: Path) -> None:
     """Also if the terminal has ASCII characters only."""
-    listed = program(["-m", "equipoise", "list"], PYTHONIOENCODING="ascii", COLUMNS="40")
+    listed = program(["-m", "equipoise", "list", "topologies"], PYTHONIOENCODING="ascii", COLUMNS="40")
     assert (listed.returncode, listed.stderr) == (0, "")
     assert "rigl" in listed.stdout
     refused = program(["-m", "equipoise", "show", str(tmp_path / "\udcff\n[/b]")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated
 
 import typer
@@ -32,12 +32,12 @@ def list_names(
     """List the names that can be used: recipes, topologies, corrections, models, data, attacks, studies and more."""
     kinds = _all_kinds()
     if name is not None and name not in kinds:
-        for line in _entry_lines(name, kinds):
+        for line in _entry_lines(name, {kind: describe() for kind, describe in kinds.items()}):
             console.print(line)
         return
     for kind in kinds if name is None else [name]:
         console.print(kind, style="bold")
-        for line in _lines(kind, kinds[kind]):
+        for line in _lines(kind, kinds[kind]()):
             console.print(line)
 
 
@@ -57,8 +57,8 @@ def recipe(
     console.print(full_recipe(made_recipe(names, allow_code)) if names else reference(), end="")
 
 
-def _all_kinds() -> dict[str, Mapping[str, str]]:
-    """Return descriptions by name, by kind."""
+def _all_kinds() -> dict[str, Callable[[], Mapping[str, str]]]:
+    """Return, by kind, a function that returns descriptions by name. Those of studies take a while to read."""
     from equipoise.studies.design import packaged_studies, read_design
     from equipoise.studies.metrics import METRICS
     from equipoise.studies.robust import JUDGES
@@ -66,13 +66,14 @@ def _all_kinds() -> dict[str, Mapping[str, str]]:
     from equipoise.training.recipe import CATALOGUES
     from equipoise.training.recipe_files import packaged_recipes
 
-    kinds: dict[str, Mapping[str, str]] = {"recipes": packaged_recipes()}
-    kinds |= {catalogue.group: catalogue.describe() for catalogue in CATALOGUES.values()}
-    kinds["patterns"] = PATTERNS.describe()
-    kinds["attacks"] = JUDGES.describe()
-    kinds["studies"] = {name: read_design(name).title for name in packaged_studies()}
-    kinds["metrics"] = METRICS.describe()
-    return kinds
+    return {
+        "recipes": packaged_recipes,
+        **{catalogue.group: catalogue.describe for catalogue in CATALOGUES.values()},
+        "patterns": PATTERNS.describe,
+        "attacks": JUDGES.describe,
+        "studies": lambda: {name: read_design(name).title for name in packaged_studies()},
+        "metrics": METRICS.describe,
+    }
 
 
 def _entry_lines(name: str, kinds: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
