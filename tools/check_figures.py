@@ -275,7 +275,7 @@ def speed_summary() -> str:
         packed = {
             p: min(times[name] for name in (f"packed {p} %", f"packed bf16 {p} %") if name in times) for p in PACKED
         }
-        factors = [f"{times[best] / found:.1f} ×" for found in packed.values()]
+        factors = [f"{times[best] / found:.1f}\N{NO-BREAK SPACE}×" for found in packed.values()]
         rows.append([found["case"], f"{best.removeprefix('dense ')}: {times[best]:,.0f} ms", *factors])
     return table(["", "fastest dense form", *(f"{percent} %" for percent in PACKED)], rows)
 

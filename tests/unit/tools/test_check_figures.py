@@ -66,7 +66,7 @@ def test_the_summary_of_speed_takes_the_fastest_dense_and_the_fastest_packed_for
     sections = {"net": {"about": {}, "measured": measured}, "size": {"about": {}, "measured": {"dense": 5}}}
     (root / "bench" / "results" / "cpu.json").write_text(json.dumps(sections))
     assert check_figures.text_of("speed_summary").splitlines()[3:] == [
-        "| net | bf16, b: 8 ms | 2.0 × | 4.0 × | 8.0 × |"
+        "| net | bf16, b: 8 ms | 2.0\xa0× | 4.0\xa0× | 8.0\xa0× |"
     ]
 
 
