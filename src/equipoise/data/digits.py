@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,8 +29,9 @@ def read_digits(root: Path) -> Splits:
     return Splits(train, None, test, tuple("0123456789"), *statistics(train))
 
 
+@cache
 def _rows() -> np.ndarray:
-    """Pixels and label of every image, from scikit-learn's file: importing scikit-learn takes seconds."""
+    """Pixels and label of every image, read once, from scikit-learn's file: importing scikit-learn takes seconds."""
     spec = find_spec("sklearn")
     for folder in (spec and spec.submodule_search_locations) or ():
         file = Path(folder) / "datasets" / "data" / "digits.csv.gz"
