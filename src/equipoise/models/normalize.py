@@ -16,6 +16,9 @@ class Normalize(nn.Module):
     Because it is part of the model, an attack can bound its perturbation in pixel units. Mean and std are
     properties of the data and are not learned: the buffers move with `model.to(device)` but are not in the
     state_dict.
+
+    Args:
+        channels: Number of input channels.
     """
 
     mean: Tensor
@@ -27,7 +30,12 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.ones(1, channels, 1, 1), persistent=False)
 
     def set(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> None:
-        """Set the statistics, one number per channel."""
+        """Set the statistics.
+
+        Args:
+            mean: One number per channel.
+            std: One number above 0 per channel.
+        """
         new_mean, new_std = self._per_channel("mean", mean), self._per_channel("std", std)
         if not (new_std > 0).all():
             raise UserError(f"std={new_std.flatten().tolist()} must be above 0 for every channel")

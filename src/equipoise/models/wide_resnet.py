@@ -79,6 +79,10 @@ def wrn_28_4(classes: int = 10, channels: int = 3) -> WideResNet:
     """WRN-28-4, as in BSR-Net: 5.8M prunable weights.
 
     Pre-activation blocks without dropout, 1x1 shortcuts without BatchNorm, He initialisation.
+
+    Args:
+        classes: Number of classes.
+        channels: Number of input channels.
     """
     return WideResNet(28, 4, classes, channels)
 

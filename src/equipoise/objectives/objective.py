@@ -32,11 +32,26 @@ class Objective(ABC):
     def prepare(
         self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, ...]:
-        """Prepare a batch for `loss`. The model is left unchanged, and only `generator` is drawn from."""
+        """Prepare a batch for `loss`. The model is left unchanged.
+
+        Args:
+            model: The model at its current weights.
+            x: Images.
+            y: Labels.
+            generator: The only source of random numbers; `None` for torch's own.
+
+        Returns:
+            The arguments of `loss` after the model.
+        """
 
     @abstractmethod
     def loss(self, model: Classifier, *batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss over a prepared batch, and the logits that accuracy is computed from."""
+        """Mean loss over a prepared batch, and the logits that accuracy is computed from.
+
+        Args:
+            model: The model, or a function that returns its logits.
+            batch: What `prepare` returned.
+        """
 
     @property
     def attack_passes(self) -> int:

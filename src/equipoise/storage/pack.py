@@ -155,7 +155,11 @@ def blocked_modules(model: nn.Module) -> list[str]:
 
 
 def unpack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the state_dict of the model before packing, with its usual keys, and the masks by parameter name."""
+    """Return the state_dict of the model before packing, with its usual keys, and the masks by parameter name.
+
+    Args:
+        model: A packed model.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLayer)}
     state: dict[str, Tensor] = {}
     masks: dict[str, Tensor] = {}
@@ -171,12 +175,20 @@ def unpack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def describe(model: nn.Module) -> dict[str, str]:
-    """Return how each packed layer runs, by name: `sparse`, or `dense` with the reason."""
+    """Return how each packed layer runs, by name: `sparse`, or `dense` with the reason.
+
+    Args:
+        model: A packed model.
+    """
     return {name: layer.how() for name, layer in model.named_modules() if isinstance(layer, PackedLayer)}
 
 
 def report(model: nn.Module) -> str:
-    """Return a table of the packed layers: their module, shape of the weight, sparsity, and how they run."""
+    """Return a table of the packed layers: their module, shape of the weight, sparsity, and how they run.
+
+    Args:
+        model: A packed model.
+    """
     rows = [("module", "shape", "sparsity", "runs")]
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLayer):
