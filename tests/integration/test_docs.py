@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -221,6 +222,18 @@ def test_links_lead_to_files(page: Path) -> None:
         if target.parent == ROOT / "docs" / "notebooks":  # the site makes pages and pictures of notebooks
             target = ROOT / "examples" / f"{re.sub(r'-[0-9]+$', '', target.stem)}.ipynb"
         assert target.exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_names_and_files_in_the_text_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for code in re.findall(r"`([^`\n]+)`", text):
+        if name := re.fullmatch(r"(?:eq|equipoise)\.([\w.]+)(?:\(.*)?", code):
+            pkgutil.resolve_name(f"equipoise.{name[1]}")
+        elif path := re.fullmatch(
+            r"(?:python )?((?:src|tests|bench|tools|docs|examples)/[a-z_0-9/.-]+)(?: .*)?", code
+        ):
+            assert (ROOT / path[1]).exists(), code
 
 
 def test_every_page_is_in_the_navigation() -> None:
