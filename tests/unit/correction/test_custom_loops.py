@@ -359,7 +359,7 @@ def test_corrections_make_a_noisy_problem_less_noisy() -> None:
     x = torch.randn(64, 8, dtype=torch.float64)
     y = x @ torch.randn(8, 1, dtype=torch.float64) + torch.randn(64, 1, dtype=torch.float64)
     best = torch.linalg.lstsq(x, y).solution
-    batches = [(x[i : i + 4], y[i : i + 4]) for i in range(0, 64, 4)]
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 64, 8)]
     distance = {}
     for name, estimator in {
         "sgd": SVRG(coefficient=Fixed(0.0)),

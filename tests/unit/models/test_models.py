@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -55,6 +55,14 @@ def randomise_norms(module: nn.Module) -> None:
 # Sizes
 
 
+@pytest.fixture
+def shapes_only() -> Iterator[None]:
+    """Make models on the meta device: their weights have shapes and no values."""
+    with torch.device("meta"):
+        yield
+
+
+@pytest.mark.usefixtures("shapes_only")
 def test_vgg_c_has_11_323_466_parameters_of_all_kinds_and_16_prunable_tensors() -> None:
     """The papers count all parameters, biases and BatchNorm included; 11,307,712 are prunable."""
     model = models.vgg_c()
@@ -63,6 +71,7 @@ def test_vgg_c_has_11_323_466_parameters_of_all_kinds_and_16_prunable_tensors() 
     assert sum(prunable(model).values()) == 11_307_712
 
 
+@pytest.mark.usefixtures("shapes_only")
 def test_bsr_models_have_the_prunable_weights_of_the_paper() -> None:
     """These papers count the weights of convolutions and linear layers only."""
     assert len(prunable(models.vgg16())) == 16
@@ -70,12 +79,14 @@ def test_bsr_models_have_the_prunable_weights_of_the_paper() -> None:
     assert sum(prunable(models.wrn_28_4()).values()) == 5_841_840
 
 
+@pytest.mark.usefixtures("shapes_only")
 def test_resnet34_of_itop_has_21_282_112_parameters_of_all_kinds() -> None:
     """ITOP's classifier has no bias; with it there are the usual 21,282,122."""
     assert parameters(models.resnet34(bias=False)) == 21_282_112
     assert parameters(models.resnet34()) == 21_282_122
 
 
+@pytest.mark.usefixtures("shapes_only")
 @pytest.mark.parametrize(
     ("factory", "count"),
     [(models.resnet18, 11_689_512), (models.resnet34, 21_797_672), (models.resnet50, 25_557_032)],
@@ -239,7 +250,8 @@ def test_resnets_start_with_he_variance_of_the_outputs() -> None:
 @settings(max_examples=5, deadline=None)
 @given(density=st.floats(0.001, 1.0))
 def test_bsr_densities_cover_every_prunable_weight(name: str, density: float) -> None:
-    model, _ = small_instance(name)
+    with torch.device("meta"):
+        model, _ = small_instance(name)
     densities = model.bsr_densities(density)
     assert list(densities) == list(prunable(model))
     assert all(0 < value <= 1 for value in densities.values())

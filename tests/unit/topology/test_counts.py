@@ -60,8 +60,8 @@ def test_counts_never_drift(algorithm: str, sparsity: float, share: float, regro
 
 
 @pytest.mark.parametrize("algorithm", ["set", "rigl"])
-def test_counts_do_not_drift_over_thousands_of_updates(algorithm: str) -> None:
-    check_drift(algorithm, 2500, sparsity=0.73, drop_fraction=0.37, drop_decay="constant", until=1.0)
+def test_counts_do_not_drift_over_a_thousand_updates(algorithm: str) -> None:
+    check_drift(algorithm, 1000, sparsity=0.73, drop_fraction=0.37, drop_decay="constant", until=1.0)
 
 
 def check_drift(algorithm: str, steps: int, **options: Any) -> None:
