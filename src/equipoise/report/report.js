@@ -126,7 +126,7 @@
           values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : `${+tick.toPrecision(6)}${unit(form)}`))},
       ],
       cursor: {y: false, hover: {prox: width / 8}},
-      legend: {markers: {dash: (plot, k) => (plot.series[k].dash?.length ? "dashed" : "solid")}},
+      legend: {markers: {dash: (plot, k) => (plot.series[k].arm < COLOURS ? "solid" : "dashed")}},
       hooks: {
         drawAxes: [(plot) => form === "points" && line(plot, 0)],
         setSeries: [(plot, k, change) => {
@@ -158,8 +158,11 @@
       const view = chart.views[state.view];
       const at = (arm, point) => along(costs, arm, point, state.axis);
       const series = view.series.filter((s) => s.points.some((p) => at(s.arm, p) !== null));
-      container.setAttribute("aria-label", `${chart.title}, ${view.label}: ${series.map((s) => arms[s.arm]).join(", ")}`);
-      const data = aligned(series, at, chart.form);
+      const data = aligned(series, at, chart.form), log = chart.form.startsWith("log");
+      const shared = series.filter((_, k) => covered(data, k, series.length, log).length > 1);
+      const names = (of) => of.map((s) => arms[s.arm]).join(", ");
+      const turns = shared.length ? `; in turn, as dashes: ${names(shared)}` : "";
+      container.setAttribute("aria-label", `${chart.title}, ${view.label}: ${names(series)}${turns}`);
       plot = new uPlot(options(chart, arms, series, state, container.clientWidth, data), data, container);
     }
     controls(chart, costs, container, state, draw);

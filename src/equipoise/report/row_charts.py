@@ -111,6 +111,7 @@ def _dots(study: Study) -> list[Markup]:
         densities: "all arms" if len(groups) == 1 else ", ".join(arms[i] for i in group)
         for densities, group in groups.items()
     }
+    after = [list(groups)[i:] for i in range(1, len(groups) + 1)]
     rows = []
     for k, (layer, size) in enumerate(sizes.items()):
         marks = [
@@ -120,9 +121,9 @@ def _dots(study: Study) -> list[Markup]:
                 class_=_colour(group[0]),
                 cx=position(density),
                 cy=9,
-                r=4,
+                r=min(10, 4 + 3 * [other[k] for other in later].count(density)),  # so that no dot hides another
             )
-            for densities, group in groups.items()
+            for (densities, group), later in zip(groups.items(), after, strict=True)
             if (density := densities[k])
         ]
         drawing = tag("svg", grid, marks)

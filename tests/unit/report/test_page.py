@@ -389,12 +389,10 @@ def test_chromium_draws_the_charts_without_an_error(tmp_path: Path, kind: str) -
     if kind == "sound":
         assert {"SGD", "AGENT", "AGENT − SGD"} == set(buttons)
         assert '<td class="u-value">62.05 ± 0.07 %</td>' in dom  # AGENT at the end, while no pointer is on the chart
-        borders = [
-            set(re.findall(r"px (solid|dashed) ", chart)) for chart in dom.split('<figure class="chart lines')[1:]
-        ]
-        titles = re.findall(r'<figure class="chart lines.*?<figcaption>(.*?)[ <]', dom)
-        looks = dict(zip(titles, borders, strict=True))
-        assert "dashed" not in looks["Accuracy"]
-        assert "dashed" in looks["Training"]  # both arms have the same losses: their curves take turns
+        labels = re.findall(r'aria-label="([^"]*: [^"]*)"', dom)
+        looks = {label.partition(",")[0]: label for label in labels}
+        assert looks["Accuracy on test images"].endswith("plain: SGD, AGENT")
+        # both arms have the same losses, so neither curve may hide the other
+        assert looks["Training loss"].endswith("loss: SGD, AGENT; in turn, as dashes: SGD, AGENT")
     assert "NaN" not in dom.partition("<script")[0]
     assert "<img" not in dom
