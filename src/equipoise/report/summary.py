@@ -94,5 +94,6 @@ def _limited(studies: Sequence[Study], gap: Waterfall | None) -> str:
     few = few_runs(studies)
     if gap is None:
         return f"Limits: {few}."
-    above = difference("accuracy", gap.start - PAPER[gap.at][0])
-    return f"Unexplained: our baseline differs from the paper's by {above}; and {few}."
+    above = gap.start - PAPER[gap.at][0]
+    side = f"{difference('accuracy', abs(above)).lstrip('+')} {'above' if above >= 0 else 'below'}"
+    return f"Unexplained: our baseline is {side} the paper's; and {few}."

@@ -107,7 +107,7 @@ def test_the_summary_has_six_sentences_with_the_numbers_of_the_main_settings() -
     assert "at the end: not tested" in sentences[2]
     assert "scored one step after a raw pass, +4.07 points (p < 0.05); " in sentences[3]
     assert sentences[3].endswith("the correction itself, −0.50 points.")
-    assert "our baseline differs from the paper's by +1.40 points" in sentences[4]
+    assert "our baseline is 1.40 points above the paper's" in sentences[4]
     assert sentences[4].endswith("0 of 6 arms have fewer than 3 runs.")
     assert sentences[5].startswith("Tried: 18 runs of 2 studies")
 
