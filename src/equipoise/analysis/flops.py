@@ -156,20 +156,12 @@ Arguments: TypeAlias = Mapping[str, Any]
 Rule: TypeAlias = Callable[[str, Any, Arguments, Any], Iterator[_Product]]
 
 
-def _linear(path: str, layer: nn.Linear, arguments: Arguments, output: Tensor) -> Iterator[_Product]:
-    uses = output.numel() // layer.out_features
-    yield _Product(f"{path}weight", "linear", layer.weight, 2 * layer.weight.numel() * uses)
-
-
-def _conv1d(path: str, layer: Any, arguments: Arguments, output: Tensor) -> Iterator[_Product]:
-    """A linear layer of transformers, whose weight has shape (inputs, outputs)."""
-    uses = output.numel() // layer.weight.shape[1]
-    yield _Product(f"{path}weight", "linear", layer.weight, 2 * layer.weight.numel() * uses)
-
-
-def _convolution(path: str, layer: nn.Conv2d, arguments: Arguments, output: Tensor) -> Iterator[_Product]:
-    uses = output.numel() // layer.out_channels
-    yield _Product(f"{path}weight", type(layer).__name__.lower(), layer.weight, 2 * layer.weight.numel() * uses)
+def _layer(path: str, layer: Any, arguments: Arguments, output: Tensor) -> Iterator[_Product]:
+    """A linear layer or a convolution, whose weight is used for every position of the output."""
+    conv1d = isinstance(layer, transformers_conv1d())  # a linear layer whose weight has shape (inputs, outputs)
+    uses = output.numel() // layer.weight.shape[1 if conv1d else 0]
+    kind = "linear" if conv1d or isinstance(layer, nn.Linear) else type(layer).__name__.lower()
+    yield _Product(f"{path}weight", kind, layer.weight, 2 * layer.weight.numel() * uses)
 
 
 def _transposed(path: str, layer: nn.ConvTranspose2d, arguments: Arguments, _: Tensor) -> Iterator[_Product]:
@@ -208,8 +200,7 @@ def _packed(path: str, layer: PackedLayer, arguments: Arguments, output: Tensor 
 
 
 RULES: tuple[tuple[tuple[type[nn.Module], ...], Rule], ...] = (
-    ((nn.Linear,), _linear),
-    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
+    ((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), _layer),
     ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _transposed),
     ((nn.MultiheadAttention,), _attention),
     ((PackedLayer,), _packed),
@@ -233,7 +224,7 @@ def _hooked(model: nn.Module, record: Callable[[_Product], None]) -> Iterator[No
     handles = [
         listen(f"{name}." if name else "", module, rule)
         for name, module in model.named_modules()
-        for kinds, rule in (*RULES, (transformers_conv1d(), _conv1d))
+        for kinds, rule in (*RULES, (transformers_conv1d(), _layer))
         if isinstance(module, kinds)
     ]
     try:
