@@ -39,16 +39,19 @@ def mean_accuracy(result: Result, asked: Question) -> float | None:
     At a high learning rate two runs of one recipe and seed differ by several points in single epochs.
     """
     last = result.epochs[-1].epoch if asked.at is None else asked.at
-    known = [e.scores[asked.score] for e in result.epochs if e.epoch <= last and asked.score in e.scores]
-    return float(np.mean(known)) if len(known) == last else None  # a missing epoch would bias the mean
+    return _mean_over(result, asked, range(1, last + 1))
 
 
 def window_accuracy(result: Result, asked: Question) -> float | None:
     """Mean accuracy over the last 5 epochs up to `at`, by default up to the end: less noisy than a single epoch."""
     last = result.epochs[-1].epoch if asked.at is None else asked.at
-    window = range(last - WINDOW + 1, last + 1)
-    known = [e.scores[asked.score] for e in result.epochs if e.epoch in window and asked.score in e.scores]
-    return float(np.mean(known)) if len(known) == WINDOW else None
+    return _mean_over(result, asked, range(last - WINDOW + 1, last + 1))
+
+
+def _mean_over(result: Result, asked: Question, epochs: range) -> float | None:
+    """Return the mean accuracy over epochs; `None` if one of them is missing, which would bias the mean."""
+    known = [e.scores[asked.score] for e in result.epochs if e.epoch in epochs and asked.score in e.scores]
+    return float(np.mean(known)) if len(known) == len(epochs) else None
 
 
 def on_test(result: Result, asked: Question) -> float | None:
