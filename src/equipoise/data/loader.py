@@ -192,7 +192,8 @@ class Loader:
         device = self.images.images.device
         moves = None
         if self.augment is not None:
-            drawn = self.augment.draw(len(self.images), *self.image_shape[1:], self.order.seed, epoch)
+            _, height, width = self.image_shape
+            drawn = self.augment.draw(len(self.images), height, width, self.order.seed, epoch)
             moves = Moves(*(each[plan.images].to(device) for each in drawn))
         return Epoch(plan, plan.images.to(device), moves)
 
