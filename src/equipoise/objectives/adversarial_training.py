@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -43,9 +43,7 @@ class AdversarialTraining(AdversarialObjective):
     def loss_passes(self) -> int:
         return 2 if self.clean_fraction else 1
 
-    def prepare(
-        self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, model: nn.Module, x: Tensor, y: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
         adversarial = self.attack.perturb(model, x, y, generator)
         return (adversarial, y, x) if self.clean_fraction else (adversarial, y)
 

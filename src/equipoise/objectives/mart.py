@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.objectives.attack import at_least_float32
@@ -30,9 +29,7 @@ class Mart(DivergenceObjective):
 
     beta: float = 5.0
 
-    def prepare(
-        self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, model: nn.Module, x: Tensor, y: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
         return self.attack.perturb(model, x, y, generator), y, x
 
     def loss(self, model: Classifier, *batch: Tensor) -> tuple[Tensor, Tensor]:

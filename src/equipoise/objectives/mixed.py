@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from equipoise.objectives.objective import AdversarialObjective, Classifier
 from equipoise.objectives.standard import Standard
@@ -24,9 +24,7 @@ class Mixed(AdversarialObjective):
     def attack_passes(self) -> int:
         return -(-self.attack.passes // 2)  # each pass is over half of the batch; rounded up
 
-    def prepare(
-        self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, model: nn.Module, x: Tensor, y: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
         half = len(x) // 2
         adversarial = self.attack.perturb(model, x[half:], y[half:], generator)
         return torch.cat([x[:half], adversarial]), y

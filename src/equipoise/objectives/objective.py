@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from equipoise.errors import UserError
 from equipoise.objectives.attack import PGD
@@ -29,9 +28,7 @@ class Objective(ABC):
     """
 
     @abstractmethod
-    def prepare(
-        self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, model: nn.Module, x: Tensor, y: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
         """Prepare a batch for `loss`. The model is left unchanged.
 
         Args:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.errors import UserError
@@ -27,9 +26,7 @@ class Standard(Objective):
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"label_smoothing must be at least 0 and below 1, not {self.label_smoothing}")
 
-    def prepare(
-        self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, model: nn.Module, x: Tensor, y: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
         return x, y
 
     def loss(self, model: Classifier, *batch: Tensor) -> tuple[Tensor, Tensor]:

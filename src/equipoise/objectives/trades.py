@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.objectives.attack import at_least_float32
@@ -33,9 +32,7 @@ class Trades(DivergenceObjective):
 
     attack_loss: ClassVar[str] = "kl"
 
-    def prepare(
-        self, model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, ...]:
+    def prepare(self, model: nn.Module, x: Tensor, y: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
         return x, y, self.attack.perturb(model, x, y, generator)
 
     def loss(self, model: Classifier, *batch: Tensor) -> tuple[Tensor, Tensor]:
