@@ -62,20 +62,16 @@ class EMA:
         self._averages = [tensor.detach().clone() for tensor in self._stepped]
         self._rate = torch.zeros((), dtype=torch.float64, device=self._stepped[0].device)  # 1 - d
         self._known_rate = 0.0
+        averages = dict(zip(map(id, self._stepped), self._averages, strict=True))
         self.values = {
-            name: self._average(p)
-            if flat is None or not p.requires_grad
-            else flat.view(p, self._average(flat.stretch_of(p)))
+            name: averages[id(p)]
+            if id(p) in averages or flat is None
+            else flat.view(p, averages[id(flat.stretch_of(p))])
             for name, p in self.parameters.items()
         }
         found = Topology.only(model, topology)
         if found is not None:
             self.follow(found)
-
-    def _average(self, stepped: nn.Parameter) -> Tensor:
-        found = self.tensor_of(stepped)
-        assert found is not None
-        return found
 
     def tensor_of(self, stepped: nn.Parameter) -> Tensor | None:
         """The average of a tensor that the optimizer steps; `None` if there is none."""

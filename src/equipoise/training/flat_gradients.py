@@ -68,7 +68,7 @@ class FlatGradients(Gradients):
         self, loss_fn: Any, model: nn.Module, batch: Any, vector: ActiveVector, at_snapshot: bool = False
     ) -> tuple[Tensor, Tensor]:
         (ref,) = batch
-        return self._passes.differentiate(ref, at_snapshot), self._gather(vector)
+        return self._passes.differentiate(ref, at_snapshot), self.read(vector)
 
     def backward(self, loss_fn: Any, model: nn.Module, batch: Any, scale: float, topology: Topology | None) -> Tensor:
         (ref,) = batch
@@ -82,9 +82,6 @@ class FlatGradients(Gradients):
         return True
 
     def read(self, vector: ActiveVector) -> Tensor:
-        return self._gather(vector)
-
-    def _gather(self, vector: ActiveVector) -> Tensor:
         assert isinstance(vector, FlatActiveVector)
         return self._flat.gradient.index_select(0, vector.positions)
 
