@@ -31,17 +31,13 @@ class Profiler(Watcher):
         from torch.profiler import profile
 
         if self._profile is not None:
-            self._write()
+            self.end()
         elif not self._done:
             self._profile = profile()
             self._profile.start()
 
     def end(self) -> None:
         if self._profile is not None:
-            self._write()
-
-    def _write(self) -> None:
-        assert self._profile is not None
-        self._profile.stop()
-        self._profile.export_chrome_trace(str(self._path))
-        self._profile, self._done = None, True
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self._path))
+            self._profile, self._done = None, True
