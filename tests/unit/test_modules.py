@@ -1,9 +1,10 @@
 """Helpers for modules."""
 
 import pytest
+import torch
 from torch import nn
 
-from equipoise.modules import preserved_modes
+from equipoise.modules import preserved_modes, preserved_values
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -21,3 +22,16 @@ def test_each_module_gets_its_own_mode_back(fails: bool) -> None:
         except RuntimeError:
             assert fails
         assert [module.training for module in model.modules()] == before
+
+
+def test_values_are_restored_in_place_also_after_an_error() -> None:
+    norm = nn.BatchNorm1d(3)
+    mean = norm.running_mean
+    assert mean is not None
+    with pytest.raises(ZeroDivisionError), preserved_values(norm.buffers()):
+        norm(torch.randn(4, 3))
+        assert mean.any()
+        raise ZeroDivisionError
+    assert norm.running_mean is mean
+    assert not mean.any()
+    assert norm.num_batches_tracked == 0

@@ -13,7 +13,7 @@ from equipoise.kernels import build
 
 ABI = 9  # EQ_ABI in kernels.h
 LANES = 16  # words of 4 bytes side by side: the numbers of 16 images in float32, of 32 in bf16
-CHUNK = 64  # of tokens, in linear.c
+CHUNK = 64  # of tokens, in linear_tiles.h
 
 
 class Map(ctypes.Structure):

@@ -201,6 +201,8 @@ typedef void (*job)(const void *work, int part, int parts);
 void eq_run(job work, const void *arguments, int threads);
 /* to[j][i] = from[i][j] for i < rows and j < columns. */
 void eq_transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows, int64_t columns);
+void eq_transpose_wide(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows,
+                       int64_t columns); /* for level 1; multiples of 16 */
 int eq_level(void); /* 1 if library and machine have vectors of 64 bytes, 2 if they have AVX512-BF16, else 0 */
 int eq_accumulators(void); /* vectors that a kernel can keep in registers, a power of two */
 int64_t eq_split_rows(const int32_t *start, int64_t blocks, int64_t rows, int part, int parts);

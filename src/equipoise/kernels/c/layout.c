@@ -21,8 +21,8 @@ INLINE int64_t up_to_tile(int64_t left) { return left < TILE ? left : TILE; }
 
 /* Tile by tile, so that whole cache lines are read and written: rows may be a power of two apart, and few of their
  * lines then fit into the first-level cache. The inner loop runs along the longer rows. */
-CLONES void eq_transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows,
-                         int64_t columns) {
+CLONES static void transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows,
+                             int64_t columns) {
     const int64_t whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
     const int by_rows = from_step >= to_step;
     const int64_t outer = by_rows ? whole_rows : whole_columns, inner = by_rows ? whole_columns : whole_rows;
@@ -35,6 +35,20 @@ CLONES void eq_transpose(const float *from, int64_t from_step, float *to, int64_
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; j++)
             to[j * to_step + i] = from[i * from_step + j];
+}
+
+void eq_transpose(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows, int64_t columns) {
+    if (!eq_level()) {
+        transpose(from, from_step, to, to_step, rows, columns);
+        return;
+    }
+    const int64_t whole_rows = rows / TILE * TILE, whole_columns = columns / TILE * TILE;
+    eq_transpose_wide(from, from_step, to, to_step, whole_rows, whole_columns);
+    if (whole_columns < columns)
+        transpose(from + whole_columns, from_step, to + whole_columns * to_step, to_step, whole_rows,
+                  columns - whole_columns);
+    if (whole_rows < rows)
+        transpose(from + whole_rows * from_step, from_step, to + whole_rows, to_step, rows - whole_rows, columns);
 }
 
 typedef struct {

@@ -4,189 +4,128 @@
  * multiplies whole vectors of tokens there, and the result is transposed back. Offsets of taps are source channel
  * times CHUNK. Tokens beyond the last one are zeros in scratch.
  */
-#include "kernels.h"
+#include "linear_tiles.h"
 
-#define CHUNK 64 /* tokens; as in library.py */
-#define VECS (CHUNK / 8)
+#define LINE 16 /* floats in a cache line */
 
-/* Part of the tokens, in vectors of 8. */
+NARROW_CLONES static void narrow_product(const product *a, const float *x, float *y, int64_t row, int64_t end,
+                                         int64_t vecs) {
+    any_product(a, x, y, row, end, vecs);
+}
+
+NARROW_CLONES static void narrow_grad(const weight_grad *a, const float *x, const float *dy, int64_t vecs) {
+    any_grad(a, x, dy, vecs);
+}
+
+static const linear_kernels narrow = {WORDS, narrow_product, narrow_grad};
+
+/* How tokens are divided into chunks. */
+typedef struct {
+    const linear_kernels *run;
+    int64_t tokens, width, chunks;
+} division;
+
+/* Part of the tokens, in vectors. */
 typedef struct {
     int64_t first, count, vecs;
 } chunk;
 
-/* Tokens of each chunk: fewer than CHUNK if there would be fewer chunks than threads. */
-static int64_t chunk_width(int64_t tokens, int threads) {
-    const int64_t share = (tokens + threads - 1) / threads, width = (share + 7) / 8 * 8;
-    return width < CHUNK ? width : CHUNK;
+static int64_t parts_of(int64_t total, int64_t size) { return (total + size - 1) / size; }
+
+/* Chunks have fewer than CHUNK tokens if there would be fewer chunks than threads. */
+static division divide(int64_t tokens, int threads) {
+    const linear_kernels *run = eq_level() ? &eq_linear_wide : &narrow;
+    const int64_t share = parts_of(parts_of(tokens, threads), run->width) * run->width;
+    const int64_t width = share < CHUNK ? share : CHUNK;
+    return (division){run, tokens, width, width ? parts_of(tokens, width) : 0};
 }
 
-static chunk chunk_at(int64_t i, int64_t width, int64_t tokens) {
-    const int64_t left = tokens - i * width, count = left < width ? left : width;
-    return (chunk){i * width, count, (count + 7) / 8};
+static chunk chunk_at(const division *d, int64_t i) {
+    const int64_t left = d->tokens - i * d->width, count = left < d->width ? left : d->width;
+    return (chunk){i * d->width, count, parts_of(count, d->run->width)};
 }
 
-static void gather(const float *rows, int64_t channels, chunk c, float *scratch) {
+static void gather(const division *d, const float *rows, int64_t channels, chunk c, float *scratch) {
+    const int64_t end = c.vecs * d->run->width;
     eq_transpose(rows + c.first * channels, channels, scratch, CHUNK, c.count, channels);
-    for (int64_t j = 0; j < channels && c.count % 8; j++)
-        for (int64_t i = c.count; i < c.vecs * 8; i++) scratch[j * CHUNK + i] = 0;
+    for (int64_t j = 0; j < channels && c.count < end; j++)
+        for (int64_t i = c.count; i < end; i++) scratch[j * CHUNK + i] = 0;
 }
 
-#define FOR_EACH_WIDTH(CASE) CASE(8) CASE(7) CASE(6) CASE(5) CASE(4) CASE(3) CASE(2) CASE(1)
+/* Rows that are multiplied and transposed back at a time: those of a cache line of y, while they are in the first-level
+ * cache, or all of them if they wait for other blocks of x. */
+static int64_t rows_at_once(const product *a) { return a->blocks > 1 ? a->rows : LINE; }
+
+/* Multiplies a chunk. `found` has room for these rows. */
+static void multiply(const division *d, const product *a, const float *x, float *found, float *y, chunk c) {
+    const int64_t step = rows_at_once(a);
+    for (int64_t row = 0; row < a->rows; row += step) {
+        const int64_t end = row + step < a->rows ? row + step : a->rows;
+        d->run->product(a, x, found, row, end, c.vecs);
+        eq_transpose(found, CHUNK, y + c.first * a->rows + row, a->rows, end - row, c.count);
+    }
+}
 
 /* ---- forward, and input gradient on the transposed pattern ---- */
 
 typedef struct {
-    const tap *taps;
-    const int32_t *start; /* blocks x rows + 1 */
-    int64_t blocks, rows;
-    const float *bias;
-} product;
-
-typedef struct {
+    division d;
     const float *x;
     float *y;
-    int64_t tokens, in, width;
+    int64_t in;
     product product;
-    float *scratch; /* in + out channels of a chunk, for each thread */
+    float *scratch; /* input of a chunk and rows at once, for each thread */
 } linear_work;
 
-INLINE void linear_rows(const product *a, const float *x, float *y, int64_t block, const int T) {
-    const int32_t *start = a->start + block * a->rows;
-    for (int64_t row = 0; row < a->rows; row++, y += CHUNK) {
-        const tap *k = a->taps + start[row], *stop = a->taps + start[row + 1];
-        if (k == stop && block) continue;
-        vec acc[VECS];
-        const vec bias = splat(a->bias ? a->bias[row] : 0);
-#pragma GCC unroll 8
-        for (int i = 0; i < T; i++) acc[i] = block ? load(y + 8 * i) : bias;
-        for (; k < stop; k++) {
-            const vec w = splat(k->weight);
-            const float *source = x + k->offset;
-#pragma GCC unroll 8
-            for (int i = 0; i < T; i++) acc[i] += w * load(source + 8 * i);
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < T; i++) store(y + 8 * i, acc[i]);
-    }
-}
-
-CLONES static void linear_chunk(const product *a, const float *x, float *y, int64_t vecs) {
-#define CASE(T) \
-    case T: linear_rows(a, x, y, b, T); break;
-    for (int64_t b = 0; b < a->blocks; b++) switch (vecs) { FOR_EACH_WIDTH(CASE) }
-#undef CASE
-}
-
-/* Multiplies a chunk and transposes the result back. */
-static void linear_out(const product *a, const float *x, float *scratch, float *y, chunk c) {
-    linear_chunk(a, x, scratch, c.vecs);
-    eq_transpose(scratch, CHUNK, y + c.first * a->rows, a->rows, a->rows, c.count);
-}
+static int64_t room_of(const linear_work *a) { return (a->in + rows_at_once(&a->product)) * CHUNK; }
 
 static void linear_job(const void *work, int part, int parts) {
     const linear_work *a = work;
-    const int64_t chunks = (a->tokens + a->width - 1) / a->width;
-    float *x = a->scratch + part * (a->in + a->product.rows) * CHUNK;
-    for (int64_t i = chunks * part / parts; i < chunks * (part + 1) / parts; i++) {
-        const chunk c = chunk_at(i, a->width, a->tokens);
-        gather(a->x, a->in, c, x);
-        linear_out(&a->product, x, x + a->in * CHUNK, a->y, c);
+    float *x = a->scratch + part * room_of(a), *found = x + a->in * CHUNK;
+    for (int64_t i = a->d.chunks * part / parts; i < a->d.chunks * (part + 1) / parts; i++) {
+        const chunk c = chunk_at(&a->d, i);
+        gather(&a->d, a->x, a->in, c, x);
+        multiply(&a->d, &a->product, x, found, a->y, c);
     }
 }
 
 /* y[token][row] = bias[row] + sum of weight * x[token][source]. */
 int eq_linear(const float *x, float *y, int64_t tokens, int64_t in, int64_t out, const tap *taps,
               const int32_t *start, int64_t blocks, const float *bias, int threads) {
-    float *scratch = eq_scratch(threads * (in + out) * CHUNK * sizeof(float));
-    if (!scratch) return 1;
-    const int64_t width = chunk_width(tokens, threads);
-    linear_work a = {x, y, tokens, in, width, {taps, start, blocks, out, bias}, scratch};
+    linear_work a = {divide(tokens, threads), x, y, in, {taps, start, blocks, out, bias}, NULL};
+    a.scratch = eq_scratch(threads * room_of(&a) * sizeof(float));
+    if (!a.scratch) return 1;
     if (tokens) eq_run(linear_job, &a, threads);
-    free(scratch);
+    free(a.scratch);
     return 0;
 }
 
-/* ---- weight gradient, for active weights only, and input gradient on the same chunks ---- */
+/* ---- weight gradient, and input gradient on the same chunks ---- */
 
 typedef struct {
+    division d;
     const float *x, *dy;
     float *dx; /* NULL if not wanted */
     product back;
-    int64_t tokens, in, out, width;
-    const tap *taps;
-    const int32_t *start;
-    int64_t blocks, count;
-    float *scratch; /* in + out channels of a chunk, for each thread */
+    weight_grad grad;
+    int64_t count;  /* of taps */
+    float *scratch; /* input and gradient of a chunk, for each thread */
     float *sums;    /* one for each tap and each output, for each thread */
 } linear_grad_work;
 
-/* The eight sums over the lanes of eight vectors. */
-INLINE vec sum_each(vec v[8]) {
-    transpose8(v);
-    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-}
-
-INLINE vec dot(const float *x, const vec *g, const int T) {
-    vec even = g[0] * load(x), odd = splat(0);
-#pragma GCC unroll 8
-    for (int i = 1; i < T; i++) {
-        if (i % 2)
-            odd += g[i] * load(x + 8 * i);
-        else
-            even += g[i] * load(x + 8 * i);
-    }
-    return even + odd;
-}
-
-INLINE void linear_grad_rows(const linear_grad_work *a, const float *x, const float *dy, float *sums,
-                             float *dbias, int64_t block, const int T) {
-    const int32_t *start = a->start + block * a->out;
-    for (int64_t row = 0; row < a->out; row++, dy += CHUNK) {
-        int64_t k = start[row];
-        const int64_t stop = start[row + 1];
-        if (k == stop && block) continue;
-        vec g[VECS], v[8];
-#pragma GCC unroll 8
-        for (int i = 0; i < T; i++) g[i] = load(dy + 8 * i);
-        if (!block) {
-            vec total = g[0];
-#pragma GCC unroll 8
-            for (int i = 1; i < T; i++) total += g[i];
-            dbias[row] += sum(total);
-        }
-        for (; k + 8 <= stop; k += 8) {
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) v[i] = dot(x + a->taps[k + i].offset, g, T);
-            store(sums + k, load(sums + k) + sum_each(v));
-        }
-        if (k < stop) {
-            const int64_t left = stop - k;
-            for (int i = 0; i < 8; i++) v[i] = i < left ? dot(x + a->taps[k + i].offset, g, T) : splat(0);
-            const vec s = sum_each(v);
-            for (int i = 0; i < left; i++) sums[k + i] += s[i];
-        }
-    }
-}
-
-CLONES static void linear_grad_chunk(const linear_grad_work *a, const float *x, const float *dy, float *sums,
-                                     int64_t vecs) {
-#define CASE(T) \
-    case T: linear_grad_rows(a, x, dy, sums, sums + a->count, b, T); break;
-    for (int64_t b = 0; b < a->blocks; b++) switch (vecs) { FOR_EACH_WIDTH(CASE) }
-#undef CASE
-}
-
 static void linear_grad_job(const void *work, int part, int parts) {
     const linear_grad_work *a = work;
-    const int64_t chunks = (a->tokens + a->width - 1) / a->width;
-    float *x = a->scratch + part * (a->in + a->out) * CHUNK, *dy = x + a->in * CHUNK;
-    float *sums = a->sums + part * (a->count + a->out);
-    for (int64_t i = chunks * part / parts; i < chunks * (part + 1) / parts; i++) {
-        const chunk c = chunk_at(i, a->width, a->tokens);
-        gather(a->dy, a->out, c, dy);
-        if (a->dx) linear_out(&a->back, dy, x, a->dx, c); /* before x needs the scratch */
-        gather(a->x, a->in, c, x);
-        linear_grad_chunk(a, x, dy, sums, c.vecs);
+    const int64_t in = a->back.rows, out = a->grad.rows;
+    float *x = a->scratch + part * (in + out) * CHUNK, *dy = x + in * CHUNK;
+    weight_grad grad = a->grad;
+    grad.sums = a->sums + part * (a->count + out);
+    grad.dbias = grad.sums + a->count;
+    for (int64_t i = a->d.chunks * part / parts; i < a->d.chunks * (part + 1) / parts; i++) {
+        const chunk c = chunk_at(&a->d, i);
+        gather(&a->d, a->dy, out, c, dy);
+        if (a->dx) multiply(&a->d, &a->back, dy, x, a->dx, c); /* before x needs the scratch */
+        gather(&a->d, a->x, in, c, x);
+        a->d.run->grad(&grad, x, dy, c.vecs);
     }
 }
 
@@ -204,9 +143,9 @@ int eq_linear_grad(const float *x, const float *dy, int64_t tokens, int64_t in, 
         return 1;
     }
     memset(sums, 0, threads * each * sizeof(float)); /* all of it: there may be fewer threads */
-    const int64_t width = chunk_width(tokens, threads);
     const product back = {back_taps, back_start, back_blocks, in, NULL};
-    linear_grad_work a = {x, dy, dx, back, tokens, in, out, width, taps, start, blocks, count, scratch, sums};
+    const weight_grad grad = {taps, start, blocks, out, NULL, NULL};
+    linear_grad_work a = {divide(tokens, threads), x, dy, dx, back, grad, count, scratch, sums};
     if (tokens) eq_run(linear_grad_job, &a, threads);
     for (int64_t k = 0; k < each; k++) {
         float s = sums[k];
