@@ -28,10 +28,15 @@ def test_values_are_restored_in_place_also_after_an_error() -> None:
     norm = nn.BatchNorm1d(3)
     mean = norm.running_mean
     assert mean is not None
-    with pytest.raises(ZeroDivisionError), preserved_values(norm.buffers()):
-        norm(torch.randn(4, 3))
-        assert mean.any()
-        raise ZeroDivisionError
+
+    def change_and_fail() -> None:
+        with preserved_values(norm.buffers()):
+            norm(torch.randn(4, 3))
+            assert mean.any()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        change_and_fail()
     assert norm.running_mean is mean
     assert not mean.any()
     assert norm.num_batches_tracked == 0
