@@ -24,7 +24,7 @@ from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.bsr import BSRNet
 from equipoise.topology.followers import Followers
-from equipoise.topology.rewiring_kernels import BLOCK, choose, count_inactive, cross, distribute, find, normal
+from equipoise.topology.rewiring_kernels import BLOCK, choose, cross, distribute, find_new, normal
 
 NEWBORN = 1e-12  # |w| of a new connection
 
@@ -141,7 +141,6 @@ class MaskedRewiring(Rewiring):
         super().__init__(algorithm, layers)
         self._layers, self._followers = list(layers), followers
         self._flat = flat if len({id(layer.masked) for layer in layers}) == 1 else None
-        self._total = sum(layer.size for layer in layers)
         self._remember_signs()
         starts = [flat.start(layer.parameter) for layer in layers] if flat and self._flat else self._consecutive()
         ends = [start + layer.size for start, layer in zip(starts, layers, strict=True)]
@@ -150,8 +149,7 @@ class MaskedRewiring(Rewiring):
         self._end = -(-max(ends) // BLOCK) * BLOCK
         self._first = torch.tensor([start // BLOCK for start in starts], device=device)
         self._last = torch.tensor([(end - 1) // BLOCK for end in ends], device=device)
-        self._cross, self._count, self._distribute = compile(cross), compile(count_inactive), compile(distribute)
-        self._choose, self._find = compile(choose), compile(find)
+        self._cross, self._find_new = compile(cross), compile(find_new)
 
     def recount(self) -> None:
         for layer in self._layers:
@@ -199,20 +197,12 @@ class MaskedRewiring(Rewiring):
     @torch.no_grad()
     def refill(self) -> None:
         activity = self._activity()
-        inactive = self._count(activity[: self._end]).cumsum(0, dtype=torch.int32)  # up to the end of each block
-        before = torch.where(self._first > 0, inactive[(self._first - 1).clamp(min=0)], 0).long()
-        room = inactive[self._last] - before
-        missing = self.budget - (self._total - room.sum())
-        drawn = self._draw()
-        counts = self._distribute(missing, self._open(room), drawn[0], self._bounds)
-        rank, wanted = self._choose(missing, counts, room, before, drawn[1])
-        block = torch.searchsorted(inactive, rank + 1).clamp(max=len(inactive) - 1)
-        self._grow(activity, self._find(activity, inactive, block, rank, wanted), wanted)
-
-    def _open(self, room: Tensor) -> Tensor:
-        """The room of trained weights; frozen weights get no connection."""
-        trained = [layer.parameter.requires_grad for layer in self._layers]
-        return room if all(trained) else room * torch.tensor(trained, device=room.device)
+        flags = [layer.parameter.requires_grad for layer in self._layers]
+        trained = None if all(flags) else torch.tensor(flags, device=activity.device)
+        index, wanted = self._find_new(
+            activity, self._end, self._first, self._last, self.budget, trained, self._draw(), self._bounds
+        )
+        self._grow(activity, index, wanted)
 
     def _activity(self) -> Tensor:
         """The activity of all weights in one vector, whose last element belongs to no weight."""

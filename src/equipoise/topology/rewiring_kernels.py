@@ -45,9 +45,40 @@ def normal(bits: Tensor) -> Tensor:
     return math.sqrt(2) * torch.erfinv(((bits & 0x7FFF).float() + 0.5) / 2**14 - 1)
 
 
-def count_inactive(activity: Tensor) -> Tensor:
-    """Return the number of inactive indices of each block."""
-    return (activity.view(-1, BLOCK) >= 0).sum(1, dtype=torch.int32)
+def find_new(
+    activity: Tensor,
+    end: int,
+    first: Tensor,
+    last: Tensor,
+    budget: int,
+    trained: Tensor | None,
+    drawn: Tensor,
+    bounds: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Choose the indices of new connections in a vector of all weights, as `Rewiring.refill` describes.
+
+    Args:
+        activity: Activity of all weights.
+        end: End of the blocks that are counted.
+        first: First block of each weight.
+        last: Last block of each weight.
+        budget: Number of connections of the whole network.
+        trained: Whether each weight is trained, `None` if all are; the others get no connection.
+        drawn: Two rows of random integers, one for each possible connection.
+        bounds: Cumulative sizes of the weights.
+
+    Returns:
+        An index for each possible connection, the last one of `activity` if it is not wanted, and whether it is wanted.
+    """
+    counted = (activity[:end].view(-1, BLOCK) >= 0).sum(1, dtype=torch.int32)
+    inactive = counted.cumsum(0, dtype=torch.int32)  # up to the end of each block
+    before = torch.where(first > 0, inactive[(first - 1).clamp(min=0)], 0).long()
+    room = inactive[last] - before
+    missing = budget - (bounds[-1] - room.sum())
+    counts = distribute(missing, room if trained is None else room * trained, drawn[0], bounds)
+    rank, wanted = choose(missing, counts, room, before, drawn[1])
+    block = torch.searchsorted(inactive, rank + 1).clamp(max=len(inactive) - 1)
+    return find(activity, inactive, block, rank, wanted), wanted
 
 
 def distribute(missing: Tensor, room: Tensor, drawn: Tensor, bounds: Tensor) -> Tensor:
