@@ -47,10 +47,19 @@ class BatchRef(NamedTuple):
         return self.attacked, self.raw
 
 
+class Outcome(NamedTuple):
+    """Loss, logits and labels of a pass."""
+
+    loss: Tensor
+    logits: Tensor
+    labels: Tensor
+
+
 class Passes:
     """Makes batches from references to them, attacks included, and runs the model on them.
 
-    Batch, loss, logits and gradients stay at fixed addresses if the engine captures.
+    If the engine captures, gradients stay at fixed addresses, and so do the batch, loss and logits that one recorded
+    part of a step leaves for the next.
 
     Args:
         recipe: The recipe of the run.
@@ -132,24 +141,23 @@ class Passes:
         if ref != self._ref:
             generator = self._attack_generator(ref) if ref.attacked else None
             key = ("batch", *self.kind(ref, size)) if isinstance(self._loader, Loader) else None
-            self._engine.run(key, partial(self._make_batch, ref, size, generator))
+            self._engine.run(key, partial(self._store_batch, ref, size, generator))
             self._ref = ref
         return size
 
-    def begin(self, ref: BatchRef) -> tuple[int, Callable[[], Tensor]]:
-        """Begin a pass on a batch that is captured as a whole.
+    def begin(self, ref: BatchRef) -> tuple[int, Callable[[], Outcome]]:
+        """Begin a pass on a batch that is captured as a whole, so that its batch and logits need no fixed addresses.
 
         Returns:
             The number of images, and a function that makes the batch, leaves its gradient in the flat vector, zero for
-            inactive weights, and returns the loss, all on the device.
+            inactive weights, and returns loss, logits and labels, all on the device.
         """
         size = self._size(ref)
         generator = self._attack_generator(ref) if ref.attacked else None
 
-        def work() -> Tensor:
-            self._make_batch(ref, size, generator)
-            self._differentiate(ref, size, hide=True)
-            return self._loss
+        def work() -> Outcome:
+            batch = self._make_batch(ref, size, generator)
+            return Outcome(*self._differentiate(ref, size, batch, hide=True), batch[1])
 
         return size, work
 
@@ -176,7 +184,11 @@ class Passes:
         generator = self._generators[images]
         return generator.manual_seed(derive(self._recipe.seed, "attack", self._step, *ref.purpose))
 
-    def _make_batch(self, ref: BatchRef, size: int, generator: torch.Generator | None) -> None:
+    def _store_batch(self, ref: BatchRef, size: int, generator: torch.Generator | None) -> None:
+        old = self._batches.get((ref.kind, size))
+        self._batches[ref.kind, size] = self._kept(old, self._make_batch(ref, size, generator))
+
+    def _make_batch(self, ref: BatchRef, size: int, generator: torch.Generator | None) -> tuple[Tensor, ...]:
         x, y = self._images(ref, size)
         batch: tuple[Tensor, ...] = (x, y)
         if ref.attacked or not self.attacks_steps:
@@ -186,7 +198,7 @@ class Passes:
                 batch = self._recipe.objective.prepare(model, x, y, generator)  # type: ignore[arg-type]
             if self._recipe.as_published.raw_gradient and not ref.raw:
                 batch = (*batch, self._images(ref._replace(raw=True), size)[0])
-        self._batches[ref.kind, size] = self._kept(self._batches.get((ref.kind, size)), batch)
+        return batch
 
     def _images(self, ref: BatchRef, size: int) -> tuple[Tensor, Tensor]:
         if isinstance(self._loader, Loader):
@@ -216,7 +228,7 @@ class Passes:
     def loss(self, model: nn.Module, ref: BatchRef) -> Tensor:
         """Mean loss of a batch, with its autograd graph, at the weights that the model has now."""
         size = self.prepare(ref)
-        loss, logits = self._forward(ref, size)
+        loss, logits = self._forward(ref, size, self._batches[ref.kind, size])
         self._outputs[size] = logits.detach()
         return loss
 
@@ -228,7 +240,7 @@ class Passes:
 
     def _evaluate(self, ref: BatchRef, size: int) -> None:
         with torch.enable_grad():  # one compilation serves both kinds of pass
-            self._loss.copy_(self._forward(ref, size)[0].detach())
+            self._loss.copy_(self._forward(ref, size, self._batches[ref.kind, size])[0].detach())
 
     def differentiate(self, ref: BatchRef, at_snapshot: bool, hide: bool = False) -> Tensor:
         """Mean loss of a batch; its gradient is then in the flat gradient vector.
@@ -240,13 +252,21 @@ class Passes:
         """
         size = self.prepare(ref)
         key = ("differentiate", at_snapshot, hide, *self.kind(ref, size))
-        self._engine.run(key, partial(self._differentiate, ref, size, hide))
+        self._engine.run(key, partial(self._store_pass, ref, size, hide))
         return self._loss.clone()
 
-    def _differentiate(self, ref: BatchRef, size: int, hide: bool) -> None:
+    def _store_pass(self, ref: BatchRef, size: int, hide: bool) -> None:
+        loss, logits = self._differentiate(ref, size, self._batches[ref.kind, size], hide)
+        self._loss.copy_(loss)
+        (self._outputs[size],) = self._kept((self._outputs[size],) if size in self._outputs else None, (logits,))
+
+    def _differentiate(
+        self, ref: BatchRef, size: int, batch: tuple[Tensor, ...], hide: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Leave the gradient of a batch in the flat vector; return loss and logits."""
         assert self._flat is not None
         with torch.enable_grad():
-            loss, logits = self._forward(ref, size)
+            loss, logits = self._forward(ref, size, batch)
         found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         pairs = [(p, g) for p, g in zip(self._parameters, found, strict=True) if g is not None]
         if len(pairs) < len(found):
@@ -257,10 +277,7 @@ class Passes:
             self._copy_active(targets, gradients, [None if layer is None else layer.activity for layer in masked])
         else:
             torch._foreach_copy_(targets, gradients)
-        self._loss.copy_(loss.detach())
-        (self._outputs[size],) = self._kept(
-            (self._outputs[size],) if size in self._outputs else None, (logits.detach(),)
-        )
+        return loss.detach(), logits.detach()
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient of a parameter after the passes of a step."""
@@ -271,8 +288,7 @@ class Passes:
         if self._flat is None:
             self._model.zero_grad()
 
-    def _forward(self, ref: BatchRef, size: int) -> tuple[Tensor, Tensor]:
-        batch = self._batches[ref.kind, size]
+    def _forward(self, ref: BatchRef, size: int, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         losses = self._fast_losses if self._is_usual(ref) else self._losses
         loss, logits = losses[ref.kind](*batch)
         if not self._world.alone:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from equipoise.correction import Correction
 from equipoise.data import FolderLoader, Loader
@@ -16,7 +16,7 @@ from equipoise.training.engine import Engine
 from equipoise.training.meter import Meter
 from equipoise.training.non_finite import check_loss, clip_gradients
 from equipoise.training.optimizers import set_learning_rate
-from equipoise.training.passes import BatchRef, Passes, RefreshBatches
+from equipoise.training.passes import BatchRef, Outcome, Passes, RefreshBatches
 
 
 class Step:
@@ -55,9 +55,9 @@ class Step:
         self._model, self._optimizer, self._topology, self._correction = model, optimizer, topology, correction
         self._ema, self._loader, self._passes, self._meter = ema, loader, passes, meter
         self._engine, self._clip = engine, clip
-        device = next(model.parameters()).device
-        self._on_cpu = device.type == "cpu"
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        first = next(model.parameters())
+        self._on_cpu = first.device.type == "cpu"
+        self._loss = torch.zeros((), dtype=first.dtype, device=first.device)
         if topology.rewiring is not None:
             engine.register(topology.rewiring.generator)
 
@@ -65,9 +65,9 @@ class Step:
         """Take step `number` of the run, counted from 0; return its number of images, over all processes."""
         ref = self._begin(number, learning_rate)
         if self._is_plain:
-            size, gradients = self._passes.begin(ref)
+            size, differentiate = self._passes.begin(ref)
             key = ("step", *self._passes.kind(ref, size), self._topology.rewires_next)
-            self._engine.run(key, partial(self._plain_step, ref, size, gradients))
+            self._engine.run(key, partial(self._plain_step, differentiate))
             self._correction.count_step(passes=1)
         else:
             self._take(ref)
@@ -85,11 +85,10 @@ class Step:
         special = self._correction.corrects_next_step or topology.update_is_next or topology.growth.recorded
         return self._engine.captures and topology.world.capturable and not special and not self._clip
 
-    def _plain_step(self, ref: BatchRef, size: int, gradients: Callable[[], Tensor]) -> None:
-        loss = gradients()
-        (mean,) = self._correction.runner.all_reduce_mean(loss)
-        self._loss.copy_(mean)
-        self._update(ref, size)
+    def _plain_step(self, differentiate: Callable[[], Outcome]) -> None:
+        outcome = differentiate()
+        (mean,) = self._correction.runner.all_reduce_mean(outcome.loss)
+        self._update(outcome._replace(loss=mean))
 
     def _take(self, ref: BatchRef) -> None:
         size = self._passes.prepare(ref)  # now: an attack uses the live weights, not the snapshot
@@ -103,15 +102,15 @@ class Step:
             clip_gradients(self._optimizer, self._model, self._clip, ref.epoch, ref.batch, gradient_of)
         self._topology.before_step()
         key = None if self._topology.update_is_next else ("update", ref.attacked, size, self._topology.rewires_next)
-        self._engine.run(key, partial(self._update, ref, size))
+        self._engine.run(key, partial(self._update, Outcome(self._loss, *self._passes.outcome(ref, size))))
         self._passes.clear_gradients()
 
-    def _update(self, ref: BatchRef, size: int) -> None:
+    def _update(self, outcome: Outcome) -> None:
         self._optimizer.step()
         self._topology.after_step()
         if self._ema is not None:
             self._ema.blend()
-        self._meter.add(self._loss, *self._passes.outcome(ref, size))
+        self._meter.add(*outcome)
 
     def _begin(self, number: int, learning_rate: float) -> BatchRef:
         """Set the numbers of the coming step, which replayed work reads from the device."""
