@@ -534,8 +534,8 @@ def cpu_section() -> str:
     told = (
         "VGG-C by the recipe `fast`, 99 % sparse and packed, next to dense training in plain PyTorch (channels_last,\n"
         "fused SGD, same data and schedule). Final test accuracy, mean and standard deviation over seeds; the last\n"
-        f"columns say how many times as long dense training takes to {found.target} % "
-        "(`python bench/cpu_accuracy.py`,\n[how it was measured](docs/accelerate.md#on-a-cpu))."
+        "columns say how many times as long dense training takes to the accuracy of the row (`python\n"
+        "bench/cpu_accuracy.py`, [how it was measured](docs/accelerate.md#on-a-cpu))."
     )
     if any(arm.on_gpu for arm in charts.on_cpu().arms):
         told += " Dense training was only timed; its accuracy is\nthat of the same training on a GPU."

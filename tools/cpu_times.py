@@ -114,8 +114,15 @@ def _minutes(run: Line, threads: int) -> float:
     return (run["processor_seconds"] / threads if threads else run["seconds"]) / 60
 
 
+class Rivals(NamedTuple):
+    """The shortest dense trainings that reach an accuracy; `float32` has the minutes of the epochs of `bf16`."""
+
+    bf16: Arm | None
+    float32: float | None
+
+
 class Comparison(NamedTuple):
-    """The shortest trainings that reach `target` percent; `float32` has the minutes of the epochs of `bf16`."""
+    """The shortest trainings that reach `target` percent."""
 
     target: int
     ours: Arm
@@ -126,7 +133,7 @@ class Comparison(NamedTuple):
 def compare(measured: Measured) -> Comparison | None:
     """Compare times to the highest whole percentage that our arms and dense bf16 reach.
 
-    Dense float32 is taken to need as many epochs as dense bf16. `None` if no sparse arm has an accuracy.
+    `None` if no sparse arm has an accuracy.
     """
     ours, dense = (
         [arm for arm in measured.of(*kinds) if arm.accuracies] for kinds in (("sparse", "sparse bf16"), ("bf16",))
@@ -135,26 +142,32 @@ def compare(measured: Measured) -> Comparison | None:
         return None
     best = min(max(arm.accuracy or 0.0 for arm in arms) for arms in (ours, dense) if arms)
     target = math.floor(best + 1e-9)  # a mean of percentages may lie below one by rounding
-    first, rival = (
-        min((arm for arm in arms if (arm.accuracy or 0.0) >= target), key=lambda arm: arm.minutes, default=None)
-        for arms in (ours, dense)
-    )
+    first = _shortest(ours, target)
     assert first is not None
+    return Comparison(target, first, *rivals(measured, target))
+
+
+def rivals(measured: Measured, accuracy: float) -> Rivals:
+    """The dense trainings to compare with; float32 is taken to need as many epochs as bf16."""
+    bf16 = _shortest(measured.of("bf16"), accuracy)
     full = measured.of("float32")
-    same = [arm for arm in full if rival and arm.epochs == rival.epochs]
-    float32 = (
-        (same[0].minutes if same else rival.epochs * full[0].minutes / full[0].epochs) if rival and full else None
-    )
-    return Comparison(target, first, rival, float32)
+    if bf16 is None or not full:
+        return Rivals(bf16, None)
+    same = [arm for arm in full if arm.epochs == bf16.epochs]
+    return Rivals(bf16, same[0].minutes if same else bf16.epochs * full[0].minutes / full[0].epochs)
+
+
+def _shortest(arms: Sequence[Arm], accuracy: float) -> Arm | None:
+    reaching = [arm for arm in arms if (arm.accuracy or 0.0) >= accuracy]
+    return min(reaching, key=lambda arm: arm.minutes, default=None)
 
 
 def table(measured: Measured) -> str:
-    """Accuracy and minutes of every arm, and how many times as fast it reaches the target as dense training."""
+    """Accuracy and minutes of every arm, and how many times as long dense training takes to that accuracy."""
     found = compare(measured)
     if found is None:
         return "Not measured."
-    rivals = {"float32": found.float32, "bf16": found.bf16.minutes if found.bf16 else None}
-    known = {name: minutes for name, minutes in rivals.items() if minutes is not None}
+    columns = [name for name in ("float32", "bf16") if getattr(found, name) is not None]
     body = []
     for arm in measured.arms:
         spread = f" ± {statistics.stdev(arm.accuracies):.1f}" if len(arm.accuracies) > 1 else ""
@@ -168,10 +181,12 @@ def table(measured: Measured) -> str:
             f"{arm.minutes:.1f}",
             process,
         ]
-        reaches = arm.accuracy is not None and arm.accuracy >= found.target
-        body.append([*cells, *(f"{minutes / arm.minutes:.1f} ×" if reaches else "" for minutes in known.values())])
+        dense = Rivals(None, None) if arm.accuracy is None else rivals(measured, arm.accuracy)
+        minutes = {"float32": dense.float32, "bf16": dense.bf16 and dense.bf16.minutes}
+        factors = (minutes[name] for name in columns)
+        body.append([*cells, *("" if each is None else f"{each / arm.minutes:.1f} ×" for each in factors)])
     head = ["training", "epochs", "accuracy, %", "runs", "minutes of steps", "of the whole process"]
-    head += [f"dense {name} takes" for name in known]
+    head += [f"dense {name} takes" for name in columns]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
 
 
@@ -181,8 +196,8 @@ def finding(measured: Measured) -> str:
     if found is None:
         return ""
     told = f"{found.target} % in {found.ours.minutes:.0f} minutes of steps on {measured.cores}"
-    rivals = {"bf16": found.bf16.minutes if found.bf16 else None, "float32": found.float32}
-    times = [f"{minutes:.0f} ({name})" for name, minutes in rivals.items() if minutes is not None]
+    dense = {"bf16": found.bf16.minutes if found.bf16 else None, "float32": found.float32}
+    times = [f"{minutes:.0f} ({name})" for name, minutes in dense.items() if minutes is not None]
     return f"{told}; dense takes {' and '.join(times)}" if times else told
 
 
@@ -197,8 +212,8 @@ def explanation(measured: Measured) -> str:
         else "Minutes are wall time."
     )
     ratios = (
-        f"The last columns say how many times as long dense training takes to {found.target} %, in minutes of steps; "
-        "of the trainings in the table, the shortest that ends there counts."
+        "The last columns say how many times as long dense training takes to at least the accuracy of the row, in "
+        "minutes of steps; of the trainings in the table, the shortest that ends there counts."
     )
     told = [
         *([ratios] if found.bf16 else []),
