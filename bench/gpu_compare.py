@@ -63,7 +63,7 @@ class Worker:
 
 def serve(cases: list[str], data: Path) -> None:
     """Train the cases in this process, an epoch for each line of the input."""
-    gpu: Any = importlib.import_module("gpu")  # of the checkout: names of keys and methods differ between versions
+    gpu: Any = importlib.import_module("gpu")  # of the checkout: names of recipe keys differ between versions
     gpu.torch._dynamo.config.recompile_limit = 64  # all cases stay compiled
     trainers = {}
     for name in cases:
@@ -71,15 +71,14 @@ def serve(cases: list[str], data: Path) -> None:
         raw = gpu.apply_overrides(gpu.read_recipe(case.recipe), [*case.overrides, f"data.root={data}"])
         trainer = gpu.Timed(gpu.make_recipe(raw))
         trainer.parts.model.train()
-        run_epoch = getattr(trainer, "run_epoch", None) or trainer._run_epoch
         for _ in range(WARM):
-            run_epoch()
-        trainers[name] = trainer, run_epoch
+            trainer.run_epoch()
+        trainers[name] = trainer
     print("seconds 0", flush=True)
     for line in sys.stdin:
-        trainer, run_epoch = trainers[line.strip()]
+        trainer = trainers[line.strip()]
         before = trainer.seconds
-        run_epoch()
+        trainer.run_epoch()
         gpu.torch.cuda.synchronize()
         print("seconds", trainer.seconds - before, flush=True)
 
