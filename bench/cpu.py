@@ -7,7 +7,7 @@ Each section is one or more cases. The rivals of a case are the dense model in {
 channels_last} x {eager, torch.compile} and the packed model at each sparsity. They take turns in one process, so that a
 busy moment of the machine hits all of them, and every number is a median. Ratios are against the fastest dense float32
 and against the fastest dense rival of the same run. A run replaces the results of its sections in
-bench/results/cpu.json, from which tables and charts are made.
+bench/results/cpu.json, from which tables and charts are made; `--results cpu-NAME.json` keeps those of another machine.
 
 Sections: vgg_c and resnet18 (training step, batch 128), inference (VGG-C, frozen, batch 128 and 1, with onnxruntime if
 it is installed), transformers (forward and backward pass, batch 4), epoch (SET with AGENT against dense SGD at 99 %),
@@ -500,12 +500,12 @@ def in_a_row(work: Work, calls: int) -> None:
         work()
 
 
-def save(section: str, about: dict[str, Any], measured: Any) -> None:
-    """Replace one section of the file of results."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+def save(file: Path, section: str, about: dict[str, Any], measured: Any) -> None:
+    """Replace one section of a file of results."""
+    results = json.loads(file.read_text()) if file.exists() else {}
     results[section] = {"about": about, "measured": measured}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def table(measured: dict[str, Any]) -> str:
@@ -526,10 +526,10 @@ def size_table(measured: dict[str, int]) -> str:
     return "\n".join(["| VGG-C, 99 % | |", "|---|---|", *lines])
 
 
-def page() -> str:
-    """All results as tables."""
+def page(file: Path) -> str:
+    """All results of a file as tables."""
     text = []
-    for section, found in json.loads(RESULTS.read_text()).items():
+    for section, found in json.loads(file.read_text()).items():
         about = found["about"]
         text.append(
             f"{about['date']}, {about['threads']} threads, {about['cpu']}, torch {about['torch']}, commit "
@@ -544,16 +544,23 @@ def write() -> None:
     begin, end = "<!-- cpu -->", "<!-- /cpu -->"
     before, _, rest = PAGE.read_text().partition(begin)
     after = rest.partition(end)[2] if rest else "\n"
-    PAGE.write_text(f"{before.rstrip()}\n\n{begin}\n## Packed models on a CPU\n\n{page()}\n{end}{after}")
+    text = f"## Packed models on a CPU\n\n{page(RESULTS)}"
+    for other in sorted(RESULTS.parent.glob("cpu-*.json")):
+        text += f"\n\n### Packed models on another CPU\n\n{page(other)}"
+    PAGE.write_text(f"{before.rstrip()}\n\n{begin}\n{text}\n{end}{after}")
 
 
 def processor() -> str:
-    """Name, family and model of the processor; only the last two tell its generation if a cloud hides the name."""
+    """Name, family and model of the processor; only the last two tell its generation if a cloud hides the name.
+
+    AMX, in which dense bf16 is several times as fast, is named too.
+    """
     information = Path("/proc/cpuinfo")
     lines = information.read_text().split("\n\n")[0].splitlines() if information.exists() else []
     found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     names = (found.get("model name", platform.machine()), found.get("cpu family"), found.get("model"))
-    return " ".join(f"{word}{name}" for word, name in zip(("", "family ", "model "), names, strict=True) if name)
+    told = " ".join(f"{word}{name}" for word, name in zip(("", "family ", "model "), names, strict=True) if name)
+    return told + ", AMX" * ("amx_bf16" in found.get("flags", "").split())
 
 
 def about(cpu_time: bool) -> dict[str, Any]:
@@ -578,18 +585,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of torch and the kernels; torch's default if not given")
     parser.add_argument("--no-compile", action="store_true", help="leave out the rivals with torch.compile")
     parser.add_argument("--cpu-time", action="store_true", help="count CPU time of this process instead of wall time")
+    parser.add_argument("--results", default=RESULTS.name, help="name of the file in bench/results")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md from the saved results")
     given = parser.parse_args()
     if unknown := set(given.sections) - set(names):
         parser.error(f"no section is called {min(unknown)}; choose from {', '.join(names)}")
     torch.set_num_threads(given.threads or torch.get_num_threads())
     clock = time.process_time if given.cpu_time else time.perf_counter
+    file = RESULTS.with_name(given.results)
     dense = [form for form in DENSE if form.mode == "eager" or not given.no_compile]
     for section in given.sections or ([] if given.write else names):
         torch.manual_seed(0)
         if section == "size":
             found_sizes = sizes()
-            save(section, about(given.cpu_time), found_sizes)
+            save(file, section, about(given.cpu_time), found_sizes)
             print(size_table(found_sizes) + "\n", flush=True)
             continue
         measured = []
@@ -597,7 +606,7 @@ def main() -> None:
             measured.append(measure(found, given.repeats, clock))
             print(table(measured[-1]) + "\n", flush=True)
             torch._dynamo.reset()
-        save(section, about(given.cpu_time), measured)
+        save(file, section, about(given.cpu_time), measured)
     if given.write:
         write()
 

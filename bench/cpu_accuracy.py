@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from cpu import processor
 from equipoise.data import Loader, load
 from equipoise.training import Recipe, Trainer, apply_overrides, make_recipe, read_recipe
 from equipoise.training.build_model import make_model
@@ -132,6 +133,7 @@ def child(words: list[str], steps: int) -> dict[str, Any]:
         "seconds": clock.last[0] - clock.first[0],
         "processor_seconds": clock.last[1] - clock.first[1],
         "threads": torch.get_num_threads(),
+        "cpu": processor(),
         "torch": torch.__version__,
     }
 

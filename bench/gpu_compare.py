@@ -1,6 +1,6 @@
 """Whether checkouts train equally fast on this GPU: seconds per epoch of the cases of bench/gpu.py, in turns.
 
-    PYTHONPATH=src python3 bench/gpu_compare.py BEFORE [AFTER ...] [--only NAME ...] [--rounds 3] [--out FILE]
+    PYTHONPATH=src python3 bench/gpu_compare.py BEFORE [AFTER ...] [--names 5fe91b2 a3e1ca4] [--only NAME ...]
 
 Each checkout has `src` and `bench/gpu.py`, whose cases it runs; this one is added if only BEFORE is given. Several
 processes of each checkout compile and capture a share of the cases at the same time. Then one process runs at a time:
@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,15 @@ def serve(cases: list[str], data: Path) -> None:
 
 
 def compare(
-    checkouts: list[Path], cases: list[str], data: Path, rounds: int, processes: int, out: Path | None
+    checkouts: list[Path],
+    cases: list[str],
+    data: Path,
+    rounds: int,
+    processes: int,
+    out: Path | None,
+    about: dict[str, Any],
 ) -> Timings:
-    """Time every case in every checkout, and write the timings to `out` after every round."""
+    """Time every case in every checkout, and write `about` and the timings to `out` after every round."""
     shares = [cases[i::processes] for i in range(min(processes, len(cases)))]
     workers = [[Worker(checkout, share, data) for share in shares] for checkout in checkouts]
     for worker in (each for side in workers for each in side):
@@ -98,17 +105,16 @@ def compare(
                 timings[name][side].append(workers[side][i % len(shares)].epoch(name))
             print(name, *(f"{seconds[-1]:.3f}" for seconds in timings[name]), flush=True)
         if out is not None:
-            out.write_text(json.dumps(timings, indent=1) + "\n")
+            out.write_text(json.dumps(about | {"seconds": timings}, indent=1) + "\n")
     for worker in (each for side in workers for each in side):
         worker.stop()
     return timings
 
 
-def table(timings: Timings) -> str:
+def table(names: list[str], timings: Timings) -> str:
     """Median seconds of every checkout, and their ratio to those of the first one."""
-    count = len(next(iter(timings.values())))
-    numbers = " | ".join(f"checkout {k + 1} | ratio" for k in range(1, count))
-    lines = [f"| CIFAR, batch 128, seconds per epoch | checkout 1 | {numbers} |", "|---" * (2 * count) + "|"]
+    others = " | ".join(f"{name} | ratio" for name in names[1:])
+    lines = [f"| CIFAR, batch 128, seconds per epoch | {names[0]} | {others} |", "|---" * (2 * len(names)) + "|"]
     for name, sides in timings.items():
         first, *others = (statistics.median(seconds) for seconds in sides)
         told = (f"{second:.3f} | {second / first:.3f}" for second in others)
@@ -119,6 +125,7 @@ def table(timings: Timings) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", type=Path, nargs="*", metavar="BEFORE [AFTER ...]")
+    parser.add_argument("--names", nargs="*", default=[], help="their commits, for the table")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=4, help="processes of each checkout")
@@ -135,8 +142,11 @@ def main() -> None:
         checkouts.append(ROOT)
     cases = [name for name in gpu.CASES if not arguments.only or any(word in name for word in arguments.only)]
     data = gpu.fill_in(arguments.data)
-    timings = compare(checkouts, cases, data, arguments.rounds, arguments.processes, arguments.out)
-    print(table(timings), flush=True)
+    names = arguments.names or [path.name for path in checkouts]
+    device, torch = gpu.torch.cuda.get_device_name(), gpu.torch.__version__
+    about = {"date": str(date.today()), "device": device, "torch": torch, "checkouts": names}
+    timings = compare(checkouts, cases, data, arguments.rounds, arguments.processes, arguments.out, about)
+    print(table(names, timings), flush=True)
 
 
 if __name__ == "__main__":

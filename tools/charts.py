@@ -119,10 +119,14 @@ def on_cpu() -> cpu_times.Measured:
 
 
 def cpu_points() -> tuple[str, Panel]:
-    """Return what the panel of bench/cpu_accuracy.py is called, and its arms."""
+    """Return what the panel of bench/cpu_accuracy.py is called, and its arms up to the slowest one that is compared."""
     measured = on_cpu()
+    compared = cpu_times.compare(measured)
+    most = max((arm.minutes for arm in measured.arms), default=0.0)
+    if compared is not None and compared.float32 is not None:
+        most = max(compared.float32, compared.ours.minutes)
     found: Panel = {}
-    for arm in measured.arms:
+    for arm in (arm for arm in measured.arms if arm.minutes <= most):
         scores = [accuracy / 100 for accuracy in arm.accuracies]
         shown = point(arm.times, scores) if scores else Point(arm.minutes, None, 0.0)
         found.setdefault(KINDS[arm.kind], []).append(shown)

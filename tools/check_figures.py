@@ -40,6 +40,7 @@ from equipoise.studies.verdict import judge
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "bench"))
 import accelerate_tables  # noqa: E402
+import gpu_compare  # noqa: E402
 
 MARK = re.compile(r"(<!-- figure: (.*?) -->)(.*?)(<!-- /figure -->)", re.DOTALL)
 FIGURES: dict[str, Callable[..., str]] = {}
@@ -513,6 +514,27 @@ def constant(module: str, name: str, format: str = "g") -> str:
         raise Unknown(str(error)) from None
 
 
+@figure
+def epochs_in_turns() -> str:
+    """The table of bench/gpu_compare.py."""
+    found = bench("gpu_compare.json")
+    told = f"{found['date']}, {found['device']}, torch {found['torch']}, medians of {rounds_in_turns()} epochs."
+    return f"\n{told}\n\n{gpu_compare.table(found['checkouts'], found['seconds'])}\n"
+
+
+@figure
+def rounds_in_turns() -> str:
+    """Number of epochs of each case of bench/gpu_compare.py."""
+    return str(len(next(iter(entry("gpu_compare.json", "seconds").values()))[0]))
+
+
+@figure
+def slowest_in_turns() -> str:
+    """`2.0`: by how many percent the second checkout of bench/gpu_compare.py takes longer, at most."""
+    medians = ([statistics.median(each) for each in sides] for sides in entry("gpu_compare.json", "seconds").values())
+    return f"{max(100 * (second / first - 1) for first, second in medians):.1f}"
+
+
 # Time to an accuracy on a CPU
 
 
@@ -534,11 +556,13 @@ def cpu_section() -> str:
     told = (
         "VGG-C by the recipe `fast`, 99 % sparse and packed, next to dense training in plain PyTorch (channels_last,\n"
         "fused SGD, same data and schedule). Final test accuracy, mean and standard deviation over seeds; the last\n"
-        "columns say how many times as long dense training takes to the accuracy of the row (`python\n"
-        "bench/cpu_accuracy.py`, [how it was measured](docs/accelerate.md#on-a-cpu))."
+        "columns say how many times as long dense training takes to the accuracy of the row\n"
+        "(`python bench/cpu_accuracy.py`, [how it was measured](docs/accelerate.md#on-a-cpu))."
     )
     if any(arm.on_gpu for arm in charts.on_cpu().arms):
-        told += " Dense training was only timed; its accuracy is\nthat of the same training on a GPU."
+        told += " Dense training was only\ntimed; its accuracy is that of the same training on a GPU."
+    if processor := charts.on_cpu().processor:
+        told += f" Processor: {processor}."
     return f"\n{title}\n\n{told}\n\n{cpu_times.table(charts.on_cpu())}\n"
 
 

@@ -2,7 +2,8 @@
 
 Arms with overrides of the recipe other than `precision=bf16` are left out, and so are arms on fewer cores if there are
 some on more. Arms that were stopped after some steps have no accuracy of their own; their time is that of a step times
-the steps of the whole training, and dense bf16 ones have the accuracy of the same training on a GPU if that is known.
+the steps of the whole training. Dense training that was only timed has the accuracies of the same training on a GPU, at
+every number of epochs that was run there.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Measured(NamedTuple):
     arms: tuple[Arm, ...] = ()
     threads: int = 2
     shared: bool = False
+    processor: str = ""
 
     @property
     def cores(self) -> str:
@@ -74,7 +76,7 @@ def read(file: Path, dense: Mapping[int, Sequence[float]] | None = None) -> Meas
 
     Args:
         file: The file.
-        dense: Accuracies in percent that dense bf16 training reached on a GPU, by number of epochs.
+        dense: Accuracies in percent that dense training reached on a GPU, in bf16, by number of epochs.
     """
     lines: list[Line] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     threads = max((line.get("threads", 2) for line in lines), default=2)
@@ -84,29 +86,34 @@ def read(file: Path, dense: Mapping[int, Sequence[float]] | None = None) -> Meas
         kind = " ".join(filter(None, (match[1], match[3]))) if match else ""
         if match and kind in NAMES and line.get("threads", 2) == threads:
             found.setdefault((kind, int(match[2])), []).append(line)
-    scored = {
-        key: mine for key, runs in found.items() if (mine := [run for run in runs if run["accuracy"] is not None])
-    }
     shared = any(run.get("load_after", 0) > threads + 0.5 for runs in found.values() for run in runs)
-    known = {run["steps"] / key[1] for key, runs in scored.items() for run in runs if "steps" in run}
-    arms = []
-    for key, runs in found.items():
-        finished, each = scored.get(key, []), max(known, default=0.0)
-        times = [_minutes(run, threads if shared else 0) for run in finished]
-        if not finished:
-            times = [
-                _minutes(run, threads if shared else 0) / run["steps"] * steps
-                for run in runs
-                if (steps := key[1] * run.get("steps_per_epoch", each)) and run["steps"]
-            ]
-        if times:
+    scored = {key: [run for run in runs if run["accuracy"] is not None] for key, runs in found.items()}
+    known = {run["steps"] / epochs for (_, epochs), runs in scored.items() for run in runs if "steps" in run}
+    arms, timed = [], dict[str, list[float]]()  # minutes of an epoch
+    for (kind, epochs), runs in found.items():
+        minutes = [_minutes(run, threads if shared else 0) for run in runs]
+        if finished := scored[kind, epochs]:
+            times = [time for time, run in zip(minutes, runs, strict=True) if run["accuracy"] is not None]
             processes = [run["process"] / 60 for run in finished if "process" in run]
-            known_elsewhere = tuple((dense or {}).get(key[1], ())) if key[0] == "bf16" and not finished else ()
-            accuracies = tuple(100 * run["accuracy"] for run in finished) or known_elsewhere
             process = statistics.mean(processes) if processes else None
-            arms.append(Arm(*key, accuracies, tuple(times), process, bool(known_elsewhere)))
-    order = list(NAMES)
-    return Measured(tuple(sorted(arms, key=lambda arm: (order.index(arm.kind), arm.epochs))), threads, shared)
+            arms.append(Arm(kind, epochs, tuple(100 * run["accuracy"] for run in finished), tuple(times), process))
+            continue
+        each = [run.get("steps_per_epoch", max(known, default=0.0)) for run in runs]
+        timed.setdefault(kind, []).extend(
+            time / run["steps"] * steps
+            for time, run, steps in zip(minutes, runs, each, strict=True)
+            if run.get("steps") and steps
+        )
+    own = {key for key, runs in scored.items() if not runs}
+    on_gpu = {(kind, epochs) for kind in ("bf16", "float32") for epochs in dense or {}}
+    for kind, epochs in (own | on_gpu) - {(arm.kind, arm.epochs) for arm in arms}:
+        if times := [epochs * each for each in timed.get(kind, [])]:
+            accuracies = tuple((dense or {}).get(epochs, ()))
+            arms.append(Arm(kind, epochs, accuracies, tuple(times), None, bool(accuracies)))
+    order, processor = list(NAMES), next((line["cpu"] for line in lines if "cpu" in line), "")
+    return Measured(
+        tuple(sorted(arms, key=lambda arm: (order.index(arm.kind), arm.epochs))), threads, shared, processor
+    )
 
 
 def _minutes(run: Line, threads: int) -> float:
@@ -163,13 +170,18 @@ def _shortest(arms: Sequence[Arm], accuracy: float) -> Arm | None:
 
 
 def table(measured: Measured) -> str:
-    """Accuracy and minutes of every arm, and how many times as long dense training takes to that accuracy."""
+    """Accuracy and minutes of the sparse arms and of the dense ones that they are compared with, and factors."""
     found = compare(measured)
     if found is None:
         return "Not measured."
     columns = [name for name in ("float32", "bf16") if getattr(found, name) is not None]
+    sparse = measured.of("sparse", "sparse bf16")
+    compared = [rivals(measured, arm.accuracy).bf16 for arm in sparse if arm.accuracy is not None]
+    epochs = {arm.epochs for arm in compared if arm is not None}
     body = []
     for arm in measured.arms:
+        if arm not in sparse and epochs and arm.epochs not in epochs:
+            continue
         spread = f" ± {statistics.stdev(arm.accuracies):.1f}" if len(arm.accuracies) > 1 else ""
         told = "not scored" if arm.accuracy is None else f"{arm.accuracy:.1f}{spread}"
         process = "" if arm.process is None else f"{arm.process:.1f}"
@@ -213,16 +225,17 @@ def explanation(measured: Measured) -> str:
     )
     ratios = (
         "The last columns say how many times as long dense training takes to at least the accuracy of the row, in "
-        "minutes of steps; of the trainings in the table, the shortest that ends there counts."
+        "minutes of steps; of all dense trainings, the shortest that ends there counts."
     )
     told = [
+        *([f"Processor: {measured.processor}."] if measured.processor else []),
         *([ratios] if found.bf16 else []),
         clock,
     ]
     if any(arm.on_gpu for arm in measured.arms):
         told.append(
             "Dense training was stopped after some steps: its time is that of a step times the number of steps, and "
-            "its accuracy is that of the same training on a GPU."
+            "its accuracy is that of the same training on a GPU, in bf16."
         )
     elif found.float32 is not None and not any(arm.accuracies for arm in measured.of("float32")):
         told.append(

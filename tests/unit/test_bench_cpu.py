@@ -55,9 +55,9 @@ def test_a_run_replaces_the_results_of_its_sections(
     monkeypatch.setattr(cpu, "PAGE", tmp_path / "page.md")
     (tmp_path / "page.md").write_text("before\n\n<!-- cpu -->\nold\n<!-- /cpu -->\nafter\n")
     measured = [{"case": "a", "repeats": 1, "milliseconds": {"dense float32, NCHW, eager": 3.0}}]
-    cpu.save("vgg_c", cpu.about(False), [])
-    cpu.save("size", cpu.about(False), {"file, packed": 2_500_000})
-    cpu.save("vgg_c", cpu.about(False), measured)
+    cpu.save(cpu.RESULTS, "vgg_c", cpu.about(False), [])
+    cpu.save(cpu.RESULTS, "size", cpu.about(False), {"file, packed": 2_500_000})
+    cpu.save(cpu.RESULTS, "vgg_c", cpu.about(False), measured)
     assert json.loads(cpu.RESULTS.read_text())["vgg_c"]["measured"] == measured
     cpu.write()
     page = (tmp_path / "page.md").read_text()
@@ -66,3 +66,9 @@ def test_a_run_replaces_the_results_of_its_sections(
     assert "old" not in page
     assert "| file, packed | 2.50 MB |" in page
     assert "| dense float32, NCHW, eager | 3.0 | 1.00 × | 1.00 × |" in page
+    assert "another CPU" not in page
+    cpu.save(cpu.RESULTS.with_name("cpu-other.json"), "size", cpu.about(False), {"file, packed": 3_500_000})
+    cpu.write()
+    first, _, other = (tmp_path / "page.md").read_text().partition("### Packed models on another CPU")
+    assert "2.50 MB" in first
+    assert "3.50 MB" in other

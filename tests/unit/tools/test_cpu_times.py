@@ -135,3 +135,15 @@ def test_an_accuracy_that_no_dense_training_reaches_has_no_factor(file: Path) ->
         "| sparse, 99 % | 5 | 86.0 | 1 | 5.0 | 6.0 | 4.8 × |",
         "| sparse, 99 % | 20 | 90.0 | 1 | 20.0 | 21.0 |  |",
     ]
+
+
+def test_dense_training_of_every_length_on_a_gpu_is_compared_with_by_the_time_of_a_step(file: Path) -> None:
+    lines = (run("sparse, 9", 0.85, 60), run("bf16, 8", None, 240), run("float32, 8", None, 480))
+    read(file, *lines)
+    measured = cpu_times.read(file, {6: [84.0], 7: [86.0, 87.0], 8: [88.0]})
+    assert [(arm.epochs, arm.minutes) for arm in measured.of("bf16")] == [(6, 24), (7, 28), (8, 32)]
+    assert cpu_times.table(measured).splitlines()[2:] == [
+        "| sparse, 99 % | 9 | 85.0 | 1 | 9.0 | 10.0 | 6.2 × | 3.1 × |",
+        "| dense, bf16 | 7 | 86.5 ± 0.7 | 2 | 28.0 |  | 2.0 × | 1.0 × |",
+        "| dense, float32 | 7 | 86.5 ± 0.7 | 2 | 56.0 |  | 1.0 × | 0.5 × |",
+    ]
