@@ -126,7 +126,7 @@ def test_the_first_90_of_200_epochs_have_the_same_learning_rates() -> None:
 def test_every_table_and_figure_of_the_paper_has_studies_or_a_reason() -> None:
     items = paper_items()
     assert all(item.studies or item.why for item in items)
-    others = ("digits", "storage", "published", "time-to-accuracy", "patterns")
+    others = ("digits", "storage", "precision", "published", "time-to-accuracy", "patterns")
     not_of_the_paper = {name for name in packaged_studies() if name.startswith(others)}
     assert {name for item in items for name in item.studies} == {*packaged_studies()} - not_of_the_paper
     text = " ".join(item.item for item in items)
