@@ -11,7 +11,7 @@ from typing import Any
 from equipoise.errors import UserError
 from equipoise.kernels import build
 
-ABI = 9  # EQ_ABI in kernels.h
+ABI = 10  # EQ_ABI in kernels.h
 LANES = 16  # words of 4 bytes side by side: the numbers of 16 images in float32, of 32 in bf16
 CHUNK = 64  # of tokens, in linear_tiles.h
 
@@ -105,8 +105,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "eq_norm_grad": [POINTER(Norm), c_int32],
     "eq_program": [POINTER(Step), c_int64, c_int32],
     "eq_layout": [_MAP, _MAP, c_int32, c_int32, c_int32],
-    "eq_spread": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32],
-    "eq_gather": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32],
+    "eq_spread": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32],
+    "eq_gather": [c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32],
 }
 # Functions that return whether they ran out of memory
 _ALLOCATING = {

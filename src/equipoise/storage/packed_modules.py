@@ -19,7 +19,7 @@ from equipoise.kernels.geometry import NO_BORDER, Border, ConvShape
 from equipoise.kernels.library import LANES
 from equipoise.kernels.linear import linear
 from equipoise.kernels.plain_conv import conv
-from equipoise.kernels.spread import for_spread, spread
+from equipoise.kernels.spread import for_spread, is_channels_last, spread
 from equipoise.kernels.taps import Pattern, check_index, pattern_of
 from equipoise.storage import layer_cost
 from equipoise.storage.sparse_weight import is_cleared
@@ -117,7 +117,10 @@ class PackedLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dense weight, differentiable with respect to `values` and to the probe if one is open."""
-        weight = spread(self.values, self._checked_index(), math.prod(self.weight_shape)).view(self.weight_shape)
+        return self._weight(channels_last=False)
+
+    def _weight(self, channels_last: bool) -> Tensor:
+        weight = spread(self.values, self._checked_index(), self.weight_shape, channels_last)
         probe = self._active_probe()
         return weight if probe is None else weight + probe
 
@@ -146,13 +149,14 @@ class PackedLayer(nn.Module):
         """Compute the gradient of active weights only."""
         self.probe = None
 
-    def dense_weight(self) -> Tensor:
-        """Return `weight`. Without gradients it is kept until the values change."""
+    def dense_weight(self, x: Tensor | None = None) -> Tensor:
+        """Return `weight`, in the memory format of `x`. Without gradients it is kept until the values change."""
+        channels_last = x is not None and is_channels_last(x)
         if torch.compiler.is_compiling() or (torch.is_grad_enabled() and self.values.requires_grad):
-            return self.weight
+            return self._weight(channels_last)
         versions = _versions(self.values, self.index)
         if versions is None or self._kept is None or self._kept[0] != versions:
-            self._kept = versions, (self.values.detach(), self.index.detach()), self.weight.detach()
+            self._kept = versions, (self.values.detach(), self.index.detach()), self._weight(channels_last).detach()
         return self._kept[2]
 
     def _active_probe(self) -> Tensor | None:
@@ -381,7 +385,7 @@ class PackedConv2d(PackedLayer):
 
     def dense_forward(self, x: Tensor) -> Tensor:
         s = self.shape
-        return F.conv2d(x, self.dense_weight(), self.bias, s.stride, s.padding, s.dilation, s.groups)
+        return F.conv2d(x, self.dense_weight(x), self.bias, s.stride, s.padding, s.dilation, s.groups)
 
 
 class PackedConv1d(PackedLayer):
