@@ -1,14 +1,15 @@
 """What structured sparsity gains on this CPU with VGG-C.
 
-    python bench/patterns_cpu.py [--erk] [--sparsity 0.5 0.75 0.9 0.95 0.99] [--repeats 5] [--cpu-time] [--out FILE]
+    python bench/patterns_cpu.py [--erk] [--sparsity 0.5 0.75 0.9 0.95 0.99] [--pattern unstructured 16x1 n:m fan-in]
+        [--repeats 5] [--cpu-time] [--out FILE]
 
 Measured are a training step, inference of 128 images and of one, with the counts and patterns of the study `patterns`
 and random masks; with `--erk`, with ERK counts in all layers as in `bench/cpu.py`, which n:m cannot have. Inference is
 that of frozen models. Every arm is measured with float32 and with bf16 activations.
 
-All rivals take turns in one process; a number is the median of repeats. Speed-ups are over the faster of dense float32
-in NCHW and channels_last. On a shared machine, `OMP_NUM_THREADS=1 ... --cpu-time` counts the time of this process
-only. `python tools/charts.py` draws the study's accuracy over these speed-ups.
+All rivals take turns in one process; a number is the median of repeats. Speed-ups are over the fastest dense float32,
+in NCHW or channels_last, eager or compiled. On a shared machine, `OMP_NUM_THREADS=1 ... --cpu-time` counts the time of
+this process only. `python tools/charts.py` draws the study's accuracy over these speed-ups.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from equipoise.topology import Static
 from equipoise.topology.packing import pack
 
 N_TO_M = {0.5: "2:4", 0.75: "1:4", 0.9: "3:32", 0.95: "3:64", 0.99: "1:64"}
-LAYOUTS = ("nchw", "channels_last")  # of the dense model
+DENSE = ("nchw", "channels_last", "nchw compile", "channels_last compile")
 PATTERNS = ("unstructured", "n:m", "16x1", "fan-in")
 FORMS: dict[str, dict[str, Any]] = {"": {}, " bf16": {"precision": "bf16"}}  # suffixes of arms, options of `pack`
 Speeds = dict[str, Any]
@@ -57,17 +58,29 @@ def packed(model: nn.Module, pattern: str, sparsity: float, erk: bool, form: str
 
 def rivals(sparsities: list[float], patterns: list[str], x: Tensor, erk: bool) -> dict[str, tuple[nn.Module, Tensor]]:
     model = vgg_c()
-    last = cast(Any, copy.deepcopy(model)).to(memory_format=torch.channels_last)
-    found = dict(zip(LAYOUTS, ((model, x), (last, x.to(memory_format=torch.channels_last))), strict=True))
+    found: dict[str, tuple[nn.Module, Tensor]] = {}
+    for name in DENSE:
+        layout = torch.channels_last if name.startswith("channels_last") else torch.contiguous_format
+        dense = cast(Any, copy.deepcopy(model)).to(memory_format=layout)
+        found[name] = torch.compile(dense) if "compile" in name else dense, x.to(memory_format=layout)
     for sparsity, pattern, form in product(sparsities, patterns, FORMS):
         found[arm(pattern, sparsity) + form] = packed(model, pattern, sparsity, erk, form), x
     return found
 
 
-def measure(sparsities: list[float], repeats: int, clock: Callable[[], float], erk: bool) -> Speeds:
+def work_of(task: str, name: str, model: nn.Module, x: Tensor) -> Work:
+    """One call of a task. It also sets the mode of the model, so the work of the next task is made after this one."""
+    if task == "train":
+        return training_step(model, x)
+    return inference(model if name in DENSE else freeze(model), x[:1].contiguous() if task == "infer 1" else x)
+
+
+def measure(
+    sparsities: list[float], patterns: list[str], repeats: int, clock: Callable[[], float], erk: bool
+) -> Speeds:
     """Milliseconds and speed-ups of every arm, in training and inference."""
     x = torch.rand(128, 3, 32, 32)
-    patterns = [p for p in PATTERNS if not (erk and p == "n:m")]
+    patterns = [p for p in patterns if not (erk and p == "n:m")]
     models = rivals(sparsities, patterns, x, erk)
     speeds: Speeds = {
         "clock": clock.__name__,
@@ -76,22 +89,15 @@ def measure(sparsities: list[float], repeats: int, clock: Callable[[], float], e
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    fast = {name: (net if name in LAYOUTS else freeze(net), data) for name, (net, data) in models.items()}
-    tasks: dict[str, dict[str, Work]] = {
-        "train": {name: training_step(net, data) for name, (net, data) in models.items()},
-        "infer": {name: inference(net, data) for name, (net, data) in fast.items()},
-        "infer 1": {name: inference(net, data[:1].contiguous()) for name, (net, data) in fast.items()},
-    }
-    for task, work in tasks.items():
+    for task in ("train", "infer", "infer 1"):
+        work = {name: work_of(task, name, *rival) for name, rival in models.items()}
         seconds = interleaved(work, repeats * (10 if task == "infer 1" else 1), clock)
         times = {name: round(1e3 * s, 3) for name, s in seconds.items()}
-        dense = min(times[name] for name in LAYOUTS)
+        dense = min(times[name] for name in DENSE)
         print(f"{task}: dense {dense:.1f} ms")
         for sparsity, form in product(sparsities, FORMS):
             names = [arm(p, sparsity) + form for p in patterns]
-            ratio = times[arm("unstructured", sparsity) + form] / times[arm("16x1", sparsity) + form]
-            cells = [f"{name} {dense / times[name]:.2f} x" for name in names]
-            print(f"  {', '.join(cells)}; unstructured / 16x1 {ratio:.2f}", flush=True)
+            print("  " + ", ".join(f"{name} {dense / times[name]:.2f} x" for name in names), flush=True)
         speeds[task] = {"milliseconds": times, "speedup": {name: dense / ms for name, ms in times.items()}}
     return speeds
 
@@ -99,6 +105,7 @@ def measure(sparsities: list[float], repeats: int, clock: Callable[[], float], e
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sparsity", nargs="+", type=float, default=list(N_TO_M), choices=list(N_TO_M))
+    parser.add_argument("--pattern", nargs="+", default=list(PATTERNS), choices=PATTERNS)
     parser.add_argument("--erk", action="store_true", help="ERK counts in all layers instead of those of the study")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true", help="count CPU time of this process instead of wall time")
@@ -106,7 +113,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     clock = time.process_time if arguments.cpu_time else time.perf_counter
-    speeds = measure(arguments.sparsity, arguments.repeats, clock, arguments.erk)
+    speeds = measure(arguments.sparsity, arguments.pattern, arguments.repeats, clock, arguments.erk)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(speeds, indent=1) + "\n")
 
