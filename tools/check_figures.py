@@ -554,16 +554,14 @@ def cpu_section() -> str:
     minutes = found.ours.minutes if found.ours.process is None else found.ours.process
     title = f"## CIFAR-10 to {found.target} % on {charts.on_cpu().cores} in {minutes:.0f} minutes"
     told = (
-        "VGG-C by the recipe `fast`, 99 % sparse and packed, next to dense training in plain PyTorch (channels_last,\n"
-        "fused SGD, same data and schedule). Final test accuracy, mean and standard deviation over seeds; the last\n"
-        "columns say how many times as long dense training takes to the accuracy of the row\n"
-        "(`python bench/cpu_accuracy.py`, [how it was measured](docs/accelerate.md#on-a-cpu))."
+        "VGG-C by the recipe `fast`, packed, and the shortest dense training that reaches its accuracy, in plain\n"
+        "PyTorch (channels_last, fused SGD; `python bench/cpu_accuracy.py`, [all runs](docs/accelerate.md#on-a-cpu))."
     )
     if any(arm.on_gpu for arm in charts.on_cpu().arms):
-        told += " Dense training was only\ntimed; its accuracy is that of the same training on a GPU."
+        told += " Dense\ntraining was only timed; its accuracy is that of the same training on a GPU."
     if processor := charts.on_cpu().processor:
         told += f" Processor: {processor}."
-    return f"\n{title}\n\n{told}\n\n{cpu_times.table(charts.on_cpu())}\n"
+    return f"\n{title}\n\n{told}\n\n{cpu_times.short_table(charts.on_cpu())}\n"
 
 
 # Charts of README

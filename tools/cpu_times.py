@@ -202,6 +202,24 @@ def table(measured: Measured) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
 
 
+def short_table(measured: Measured) -> str:
+    """The sparse arms that were scored, and the minutes of the dense trainings that they are compared with."""
+    ours = [arm for arm in measured.of("sparse", "sparse bf16") if arm.accuracy is not None]
+    kinds = {arm.kind for arm in ours}
+    body = []
+    for arm in ours:
+        spread = f" ± {statistics.stdev(arm.accuracies):.1f}" if len(arm.accuracies) > 1 else ""
+        dense = rivals(measured, arm.accuracy or 0.0)
+        minutes = (dense.bf16 and dense.bf16.minutes, dense.float32)
+        times = ["" if each is None else f"{each:.1f} ({each / arm.minutes:.1f} ×)" for each in minutes]
+        runs = f"{len(arm.accuracies)} run{'s' * (len(arm.accuracies) > 1)}"
+        name = f"{arm.epochs} epochs, {runs}" + f", {NAMES[arm.kind]}" * (len(kinds) > 1)
+        body.append([name, f"{arm.accuracy:.1f}{spread}", f"{arm.minutes:.1f}", *times])
+    first = NAMES[kinds.pop()] if len(kinds) == 1 else ""
+    head = [first, "accuracy, %", "minutes of steps", "dense bf16, minutes", "dense float32, minutes"]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
+
+
 def finding(measured: Measured) -> str:
     """`86 % in 11 minutes of steps on two CPU cores; dense takes 25 (bf16) and 44 (float32)`."""
     found = compare(measured)

@@ -47,6 +47,7 @@ def test_nothing_is_said_without_measurements(file: Path) -> None:
     measured = cpu_times.read(file)
     assert cpu_times.compare(measured) is None
     assert cpu_times.table(measured) == "Not measured."
+    assert len(cpu_times.short_table(measured).splitlines()) == 2
     assert cpu_times.finding(measured) == cpu_times.explanation(measured) == ""
 
 
