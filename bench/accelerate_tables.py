@@ -19,6 +19,7 @@ import torch
 
 from equipoise.analysis.flops import count, total
 from equipoise.models import MODELS
+from equipoise.studies.design import packaged_studies, read_design
 from equipoise.studies.reading import read_results
 from equipoise.studies.results import Result
 from equipoise.topology import GMP
@@ -134,11 +135,13 @@ def study(name: str) -> Mapping[str, Sequence[Result]]:
 
 
 def budgets(name: str) -> str:
-    """Mean final accuracy of every arm of a study at its budget."""
+    """Mean final accuracy of every arm of a study at its budget: budgets of one training stand together."""
     seconds = seconds_of(read(FILES / "startup.jsonl"))
+    found = study(name)
+    first = {label: i for i, label in reversed([*enumerate(split(arm)[0] for arm in found)])}
     body = []
-    for arm, results in study(name).items():
-        label, epochs = split(arm)
+    for arm in sorted(found, key=lambda arm: (arm.startswith("VGG-16"), first[split(arm)[0]], split(arm)[1])):
+        results, (label, epochs) = found[arm], split(arm)
         flops = epochs * relative_flops(results[0].recipe)
         cells = [label, str(epochs), spread(final(results)), str(len(results)), f"{flops:.2f}"]
         if seconds is not None:
@@ -149,6 +152,23 @@ def budgets(name: str) -> str:
     head = ["arm", "epochs", "accuracy, %", "runs", "FLOPs, in dense epochs"]
     head += [] if seconds is None else ["seconds of steps", "with start-up"]
     return rows(head, body) if body else ""
+
+
+def not_run() -> str:
+    """What is planned and has no runs: studies, arms of a study that has some, and groups of bench/accelerate.py."""
+    lines = []
+    for name in (name for name in packaged_studies() if name.startswith("time-to-accuracy")):
+        design, found = read_design(name), study(name)
+        missing = [arm for arm in design.every_arm if arm not in found]
+        if not found:
+            lines.append(f"- {design.title}: `equipoise study {name}`.")
+        elif missing:
+            lines.append(f"- {'; '.join(missing)}: `equipoise study {name}`.")
+    if not group("short"):
+        lines.append(
+            "- Very short trainings on a GPU, from other initial sparsities: `python bench/accelerate.py short`."
+        )
+    return "\n".join(["Planned, and without runs so far:", "", *lines]) if lines else "Every planned study has runs."
 
 
 def split(arm: str) -> tuple[str, int]:
@@ -183,6 +203,7 @@ def blocks() -> dict[str, str]:
         **{name: table(group(name), REFERENCES.get(name, "")) for name in names},
         "sparsities": titled("Other sparsities and ResNet-18", budgets("time-to-accuracy-sparsities")),
         "startup": startup(),
+        "not run": not_run(),
         "short": titled("Very short trainings on a GPU", table(group("short")) if group("short") else ""),
     }
 

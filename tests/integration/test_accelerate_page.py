@@ -59,6 +59,30 @@ def test_differences_are_to_the_reference(tables: ModuleType) -> None:
     ]
 
 
+def test_budgets_of_one_training_stand_together_and_vgg_16_last(tables: ModuleType) -> None:
+    found = [line.split("|")[1:3] for line in tables.budgets("time-to-accuracy").splitlines()[2:]]
+    arms = [(name.strip(), int(epochs)) for name, epochs in found]
+    assert [epochs for name, epochs in arms if name == "dense"] == [4, 5, 6, 7, 8, 12, 25]
+    assert arms.index(("fast", 5)) == 0
+    assert arms.index(("dense", 25)) - arms.index(("dense", 4)) == 6
+    assert len({name.startswith("VGG-16") for name, _ in arms[-4:]}) == 1
+
+
+def test_what_is_planned_and_has_no_runs_is_named(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {"fast, 12 epochs": ["a run"]}
+    monkeypatch.setattr(tables, "study", lambda name: runs if name == "time-to-accuracy" else {})
+    monkeypatch.setattr(tables, "group", lambda name: [])
+    text = tables.not_run()
+    assert "ResNet-18: `equipoise study time-to-accuracy-sparsities`." in text
+    assert "VGG-16 dense, 15 epochs: `equipoise study time-to-accuracy`." in text
+    assert "`python bench/accelerate.py short`" in text
+    assert "fast, 12 epochs" not in text
+    every = {arm: ["a run"] for name in tables.packaged_studies() for arm in tables.read_design(name).every_arm}
+    monkeypatch.setattr(tables, "study", lambda name: every)
+    monkeypatch.setattr(tables, "group", lambda name: ["a run"])
+    assert tables.not_run() == "Every planned study has runs."
+
+
 def test_a_table_without_runs_has_no_title(tables: ModuleType) -> None:
     assert tables.titled("Short", "") == ""
     assert tables.titled("Short", "| a |") == "## Short\n\n| a |"
