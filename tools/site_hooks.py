@@ -46,9 +46,19 @@ def as_markdown(notebook: dict[str, Any], path: Path) -> tuple[str, dict[str, by
     return "\n\n".join(parts) + "\n", pictures
 
 
+UNIT = re.compile("(?<=[0-9]) (?=[±%×])|(?<=[0-9] ±) (?=[0-9])")
+
+
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace formulas in TeX by MathML, which browsers show without a script."""
-    return re.sub(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', _formula, content, flags=re.DOTALL)
+    """Prepare a page for browsers and phones.
+
+    Formulas in TeX become MathML, which needs no script. A picture links to its file, where a phone can enlarge it. A
+    number and its unit stay on one line.
+    """
+    content = re.sub(r'<p>(<img [^>]*src="([^"]+)"[^>]*>)</p>', r'<p><a href="\2">\1</a></p>', content)
+    content = re.sub(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', _formula, content, flags=re.DOTALL)
+    parts = re.split("(<(?:pre|code)[ >].*?</(?:pre|code)>)", content, flags=re.DOTALL)  # code as it is
+    return "".join(part if i % 2 else UNIT.sub("\N{NO-BREAK SPACE}", part) for i, part in enumerate(parts))
 
 
 def _formula(match: re.Match[str]) -> str:

@@ -116,6 +116,19 @@ def test_the_site_shows_notebooks_with_their_outputs() -> None:
     assert pictures == {"some-1.png": b"hi"}
 
 
+def test_the_site_breaks_no_line_between_a_number_and_its_unit_but_leaves_code() -> None:
+    hooks = runpy.run_path(str(ROOT / "tools" / "site_hooks.py"))
+    page = "<p>5_±_1_% of 3_×, <code>5 % 2</code></p><pre><code>7 % 2</code></pre><p>2_%</p>"
+    shown = hooks["on_page_content"](page.replace("_", " "))
+    assert shown == page.replace("_", "\N{NO-BREAK SPACE}")
+
+
+def test_a_picture_of_the_site_links_to_its_file() -> None:
+    hooks = runpy.run_path(str(ROOT / "tools" / "site_hooks.py"))
+    picture = '<img alt="a chart" src="chart.png" />'
+    assert hooks["on_page_content"](f"<p>{picture}</p>") == f'<p><a href="chart.png">{picture}</a></p>'
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(TIMEOUT)
