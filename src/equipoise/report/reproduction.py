@@ -58,8 +58,8 @@ METRICS = """Accuracy is the mean over five epochs: of the weights as trained ("
 statistics. An accuracy is reached when the median of five epochs reaches it. All committed runs of an arm are used."""
 WATERFALL = """The path from our baseline, with the learning rate of BSR-Net's own code, to AGENT as published has
 four steps, and each changes one thing. Which learning rate the paper's baseline had is not known. In the published
-code only AGENT
-makes a full pass over the training images before it is scored, so only AGENT is scored with fresh BatchNorm statistics.
+code only AGENT makes a full pass over the training images before it is scored, so only AGENT is scored with fresh
+BatchNorm statistics.
 """
 LIMITS = """- Data: AVIF compression of quality 95 changed every image but the digits; absolute accuracies may differ.
 - Precision: our runs on a GPU train in bf16, the paper in float32.
@@ -349,16 +349,21 @@ def _images(recipe: Mapping[str, Any]) -> float:
 
 
 def _section(study: Study) -> Iterator[str]:
-    """Yield what a study is about, where it ran, its claims, and its numbers next to the paper's."""
+    """Yield what a study is about, where it ran, and, folded, its claims and its numbers next to the paper's."""
     yield f"\n## {study.name}\n\n{study.title}. {study.about}\n\n{_provenance(study)}"
+    tables: dict[str, tuple[list[str], list[list[str]]]] = {}
     for title, controls in (("claim", False), ("control", True)):
         rows = [_claim_row(claim, judge(study, claim)) for claim in study.claims if claim.is_control == controls]
+        tables[title] = ([title, "first arm", "second arm", "first against second", "verdict"], rows)
+    tables["arm"] = (["arm", "seeds", *SCORES.values(), "seconds"], [*_arm_rows(study)])
+    rows = [_paper_row(study, value) for value in study.paper]
+    tables["paper value"] = (["arm", "number", "paper", "ours"], rows)
+    counts = [f"{len(rows)} {name}{'s' * (len(rows) > 1)}" for name, (_, rows) in tables.items() if rows]
+    yield f'\n<details markdown="1">\n<summary>{", ".join(counts)}</summary>'
+    for columns, rows in tables.values():
         if rows:
-            yield from ["", *_table([title, "first arm", "second arm", "first against second", "verdict"], rows)]
-    yield from ["", *_table(["arm", "seeds", *SCORES.values(), "seconds"], _arm_rows(study))]
-    if study.paper:
-        rows = [_paper_row(study, value) for value in study.paper]
-        yield from ["", *_table(["arm", "number", "paper", "ours"], rows)]
+            yield from ["", *_table(columns, rows)]
+    yield "\n</details>"
 
 
 def _provenance(study: Study) -> str:
