@@ -96,4 +96,4 @@ def _limited(studies: Sequence[Study], gap: Waterfall | None) -> str:
         return f"Limits: {few}."
     above = gap.start - PAPER[gap.at][0]
     side = f"{difference('accuracy', abs(above)).lstrip('+')} {'above' if above >= 0 else 'below'}"
-    return f"Unexplained: our baseline is {side} the paper's; and {few}."
+    return f"Limits: our baseline is {side} the paper's, which is not explained; {few}."
