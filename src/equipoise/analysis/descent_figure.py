@@ -20,13 +20,14 @@ def draw_descent(paths: Mapping[str, Trajectory], file: Path) -> None:
     """Draw how AGENT and SVRG differ from SGD: bounds and measured means over steps, and the gradient over cost."""
     sgd = paths["SGD"]
     with drawing(file, finding(paths), size=(12, 5)) as (by_step, by_cost):
+        by_step.axhline(1, color=LOOKS["SGD"], lw=WIDTHS["SGD"], label="SGD")
         for name, colour in LOOKS.items():
             path = paths[name]
             if name != "SGD":
                 by_step.plot(path.steps, path.bound / sgd.bound, "--", color=colour, lw=2.5, label=f"{name}, bound")
-                by_step.plot(path.steps, path.average / sgd.average, color=colour, lw=2.5, label=f"{name}, measured")
+                measured, width = path.average / sgd.average, WIDTHS[name]
+                by_step.plot(path.steps, measured, color=colour, lw=width, label=f"{name}, measured")
             by_cost.plot(path.sample_gradients, by_epoch(path.average), color=colour, lw=WIDTHS[name], label=name)
-        by_step.axhline(1, color=LOOKS["SGD"], lw=1.5, label="SGD")
         by_step.set_title("mean ‖gradient‖² over all steps, relative to SGD")
         by_step.yaxis.set_major_formatter("{x:.1f} ×")
         by_step.set_xlabel("steps")
