@@ -332,8 +332,10 @@ def draw_deploy(entries: list[dict[str, Any]], path: Path, digest: str) -> None:
     smaller = [best["dense_bytes"] / best[key] for key in ("file_bytes", "int8_bytes")]
     threads = f"{best['threads']} thread{'s' * (best['threads'] > 1)}{', processor time' * best['cpu_time']}"
     title = (
-        f"{best['model']} at {100 * best['sparsity']:g} %: 1/{smaller[0]:.0f} of the size (int8: 1/{smaller[1]:.0f}), "
-        f"1/{times[0]:.1f} of the latency and\n{times[1]:.1f} times the throughput of dense PyTorch ({threads})"
+        f"{best['model']} at {100 * best['sparsity']:g} %: "
+        f"a file {smaller[0]:.0f} times smaller (int8: {smaller[1]:.0f}), "
+        f"and {times[0]:.1f} times the speed of dense\n"
+        f"PyTorch for one image and {times[1]:.1f} times for 128 ({threads})"
     )
     panels: dict[str, Callable[[tuple[float, float, float]], float]] = {
         "file, MB": lambda row: row[0] / 1e6,
