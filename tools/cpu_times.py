@@ -225,7 +225,8 @@ def finding(measured: Measured) -> str:
     found = compare(measured)
     if found is None:
         return ""
-    told = f"{found.target} % in {found.ours.minutes:.0f} minutes of steps on {measured.cores}"
+    minutes = f"{found.ours.minutes:.{0 if found.ours.minutes >= 9.95 else 1}f}"
+    told = f"{found.target} % in {minutes} minutes of steps on {measured.cores}"
     dense = {"bf16": found.bf16.minutes if found.bf16 else None, "float32": found.float32}
     times = [f"{minutes:.0f} ({name})" for name, minutes in dense.items() if minutes is not None]
     return f"{told}; dense takes {' and '.join(times)}" if times else told
