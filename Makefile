@@ -33,14 +33,13 @@ format: .venv/installed
 types: .venv/installed
 	$(BIN)/mypy
 
-# One thread per worker: on two cores two test processes are faster than two threads in one. Tests of a group, which
-# import the same slow packages, run in one of them.
+# Tests of a group, which import the same slow packages, run in one worker.
 test: .venv/installed lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 # Also the slow tests; hypothesis draws new examples in every run.
 test-all: .venv/installed lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m 'not gpu' --hypothesis-profile random
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not gpu' --hypothesis-profile random
 
 # Without .venv: torch and the other packages must be installed for $(PYTHON).
 test-gpu:

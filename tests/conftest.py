@@ -4,7 +4,12 @@ Hypothesis has two profiles: `ci` (the default) always draws the same examples, 
 Choose with `pytest --hypothesis-profile random`.
 """
 
+import os
 from pathlib import Path
+
+# Before torch is imported: one thread in the test processes and in those that they start, because sums differ in
+# rounding between numbers of threads, and because two processes are faster than two threads in one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings

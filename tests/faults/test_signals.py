@@ -28,9 +28,8 @@ STATUS: dict[signal.Signals, int] = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
 def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(log, "ab") as file:
-        return subprocess.Popen([*COMMAND, *words], stdout=file, stderr=file, env=environment, start_new_session=True)
+        return subprocess.Popen([*COMMAND, *words], stdout=file, stderr=file, start_new_session=True)
 
 
 def wait_for(seen: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:

@@ -505,7 +505,7 @@ def program(code: list[str], **environment: str) -> subprocess.CompletedProcess[
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, **environment},
     )
 
 

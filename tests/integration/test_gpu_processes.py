@@ -68,7 +68,7 @@ def start(count: int, backend: str, recipe: str, folder: Path) -> dict[str, Any]
     """Start the processes with torchrun and return the report of the first one."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     program = [__file__, backend, recipe, "cuda", str(folder / "report.json")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, *torchrun, *program], env=environment, capture_output=True, text=True, check=False
     )

@@ -26,9 +26,7 @@ def torchrun(*words: str | Path, processes: int = 2, status: int = 0) -> str:
     """Run a command under torchrun and return its output."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     command += [f"--master-port={free_port()}", "-m", "equipoise", *map(str, words)]
-    found = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (found.returncode == 0) == (status == 0), found.stdout + found.stderr
     return found.stdout + found.stderr
 
@@ -115,9 +113,8 @@ def test_torchrun_brings_a_job_back_after_a_process_was_killed(tmp_path: Path, r
     torchrun("train", recipe, "--out", tmp_path / "whole", *words)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
     command += [f"--master-port={free_port()}", "-m", "equipoise", "train", str(recipe)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [*command, "--out", str(tmp_path / "killed"), *words], stderr=subprocess.PIPE, text=True, env=environment
+        [*command, "--out", str(tmp_path / "killed"), *words], stderr=subprocess.PIPE, text=True
     ) as agent:
         saved = tmp_path / "killed/checkpoints"
         assert eventually(lambda: len(list(saved.glob("step-*"))) >= 3)
