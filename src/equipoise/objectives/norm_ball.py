@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,12 +17,20 @@ class SharedGenerator(torch.Generator):
     """Generator for a batch shared by several processes.
 
     Noise is drawn for the whole batch and each process keeps its rows, so that an image gets the same noise with
-    any number of processes. Process `rank` has every `ranks`-th of the batch's `images`.
+    any number of processes.
+
+    Args:
+        device: Device of the generator.
+        rank: Number of this process, which has every `ranks`-th image of a batch.
+        ranks: Number of processes.
+        images: Number of images of a batch, over all processes.
     """
 
-    rank: int
-    ranks: int
-    images: int
+    def __new__(cls, device: torch.device, rank: int, ranks: int, images: int) -> Self:
+        return super().__new__(cls, device)  # type: ignore[call-arg]  # typed as arguments of __init__
+
+    def __init__(self, device: torch.device, rank: int, ranks: int, images: int) -> None:
+        self.rank, self.ranks, self.images = rank, ranks, images
 
     def rows(self, count: int) -> tuple[int, slice]:
         """Number of images to draw for if this process attacks `count` (all of its share, or half), and its rows."""

@@ -80,9 +80,7 @@ def own_generator(world: World, device: torch.device, images: int) -> torch.Gene
     """
     if world.alone:
         return torch.Generator(device)
-    generator = SharedGenerator(device)
-    generator.rank, generator.ranks, generator.images = world.rank, world.size, images
-    return generator
+    return SharedGenerator(device, world.rank, world.size, images)
 
 
 def local_part(state: Mapping[str, Any]) -> dict[str, Any]:
