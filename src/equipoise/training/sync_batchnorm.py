@@ -26,7 +26,8 @@ class SyncedBatchNorm(_BatchNorm):
     def from_torch(cls, norm: _BatchNorm, world: World) -> SyncedBatchNorm:
         """Return a synchronised norm that shares parameters and buffers with `norm`."""
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        new._parameters, new._buffers = norm._parameters, norm._buffers
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            setattr(new, name, getattr(norm, name))
         new.world = world
         # Compiled code would have to trace the collectives. Importing the compiler takes seconds: only for GPUs.
         new._normalise = torch.compiler.disable(_Normalise.apply) if world.device.type == "cuda" else _Normalise.apply
