@@ -47,9 +47,9 @@ for name, command in COMMANDS.items():
     app.command(name)(command)
 
 
-def print_version(asked: bool) -> None:
-    """Print the version and exit, if asked."""
-    if asked:
+def print_version(requested: bool) -> None:
+    """Print the version and exit if requested."""
+    if requested:
         from equipoise import __version__
 
         console.print(f"equipoise {__version__}")
@@ -102,16 +102,14 @@ def _hint(option: str, words: list[str]) -> str:
     """Return how a key of a recipe is written that was given as an option, such as `--epochs 5`."""
     if not option or words[:1] not in (["train"], ["resume"], ["recipe"]):
         return ""
-    from equipoise.training.recipe import places_of
+    from equipoise.training.recipe import keys_of
 
-    places = places_of(option.lstrip("-").replace("-", "_"))
+    keys = keys_of(option.lstrip("-").replace("-", "_"))
     given = next((i for i, word in enumerate(words) if word.partition("=")[0] == option), len(words))
     _, equals, value = words[given].partition("=") if given < len(words) else ("", "", "")
     if not equals and given + 1 < len(words):
         value = words[given + 1]
-    return (
-        f" Keys of a recipe have no dashes: {' or '.join(f'{place}={value}' for place in places)}." if places else ""
-    )
+    return f" Keys of a recipe have no dashes: {' or '.join(f'{key}={value}' for key in keys)}." if keys else ""
 
 
 def _fail(message: str) -> None:

@@ -75,14 +75,16 @@ def _evidence(claim: Claim, verdict: Verdict) -> Markup:
     return join([item for part in parts for item in (part, Markup(' <span class="dot">·</span> '))][:-1])
 
 
-def in_words(asked: Question) -> str:
+def in_words(question: Question) -> str:
     """Describe a question: `accuracy, epoch 20, ema`."""
-    metric = asked.metric
-    words = [metric if metric != "epochs-to" else f"epochs to {number(100 * (asked.threshold or 0))} %"]
-    words += [f"epoch {asked.at}"] if asked.at is not None else []
-    words += [ALL_SCORES.get(asked.score, asked.score)] if asked.score != "plain" else []
-    if isinstance(asked, Claim) and asked.margin:
-        words.append(f"up to {gain_of(metric, Spread(asked.margin, None, 1)).lstrip('+')} worse counts as maintained")
+    metric = question.metric
+    words = [metric if metric != "epochs-to" else f"epochs to {number(100 * (question.threshold or 0))} %"]
+    words += [f"epoch {question.at}"] if question.at is not None else []
+    words += [ALL_SCORES.get(question.score, question.score)] if question.score != "plain" else []
+    if isinstance(question, Claim) and question.margin:
+        words.append(
+            f"up to {gain_of(metric, Spread(question.margin, None, 1)).lstrip('+')} worse counts as maintained"
+        )
     return ", ".join(words)
 
 
@@ -157,8 +159,8 @@ def arms_table(study: Study) -> Markup:
 
 
 def _metric(name: str, score: str = "plain") -> Cell:
-    asked = Question(metric=name, score=score)
-    return lambda results: value_of(name, spread_of(results, asked), unit=False)
+    question = Question(metric=name, score=score)
+    return lambda results: value_of(name, spread_of(results, question), unit=False)
 
 
 def _mean_cost(cost: Callable[[Result], float | None]) -> Cell:

@@ -124,9 +124,9 @@ def _environments(results: Sequence[Result]) -> list[str]:
     """Name each device, version and date once."""
     found: dict[str, None] = {}
     for result in results:
-        place = result.environment
-        found |= dict.fromkeys(str(place[key]) for key in ("device",) if place.get(key))
-        found |= dict.fromkeys(f"{key} {place[key]}" for key in ("torch", "equipoise") if place.get(key))
+        environment = result.environment
+        found |= dict.fromkeys(str(environment[key]) for key in ("device",) if environment.get(key))
+        found |= dict.fromkeys(f"{key} {environment[key]}" for key in ("torch", "equipoise") if environment.get(key))
     untimed = any(result.epochs and result.epochs[-1].seconds is None for result in results)
     days = sorted({str(r.environment["date"]) for r in results if r.environment.get("date")})
     span = [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []

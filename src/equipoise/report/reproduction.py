@@ -178,10 +178,10 @@ def with_results(design: Design, found: Study | None, problems: list[str]) -> St
     read = found or Study(design.name, "", "", {})
     results = {arm: matching(read.results.get(arm, ())) for arm in design.every_arm}
     diverged = {arm: lost for arm in design.every_arm if (lost := matching(read.diverged.get(arm, ())))}
-    asked = (tuple(design.claims), tuple(design.paper))
-    budgets = design.asked()["budgets"]
+    questions = (tuple(design.claims), tuple(design.paper))
+    budgets = design.to_json()["budgets"]
     more = {"diverged": diverged, "budgets": budgets, "images": read.images}
-    return Study(design.name, design.title, design.about, results, *asked, **more)
+    return Study(design.name, design.title, design.about, results, *questions, **more)
 
 
 # The report
@@ -222,7 +222,7 @@ def _settings(judged: JudgedClaim) -> Iterator[str]:
         rows = []
         for each in (each for each in judged.settings if each.setting.control == controls):
             second = each.recalibrated
-            other = "" if second is None else each.told(second)
+            other = "" if second is None else each.difference_of(second)
             other += f" ({second.word})" if second is not None and second.word != each.plain.word else ""
             word = f"{each.plain.word}{f': {each.plain.why}' if each.plain.why else ''}"
             rows.append(
@@ -263,7 +263,7 @@ def _calibration(studies: Mapping[str, Study]) -> Iterator[str]:
         for value in study.paper:
             if value.arm == arm and value.metric == "accuracy" and study.results[arm]:
                 window = Question(metric="window-accuracy", at=value.at)
-                ours = [spread_of(study.results[arm], asked) for asked in (value, window)]
+                ours = [spread_of(study.results[arm], question) for question in (value, window)]
                 paper = shown(Spread(value.value, None, 1), "accuracy", count=False)
                 shown_ours = [shown(o, "accuracy") for o in ours]
                 rows.append([f"{name}, {arm}", study.images, str(value.at or "end"), paper, *shown_ours])

@@ -42,8 +42,8 @@ class Setting(Question):
             raise UserError(f"{self.name}: a source is a study, the arm that is said to be better, and the other arm")
 
     def claim(self, better: str, than: str, score: str) -> Claim:
-        asked = {"metric": self.metric, "at": self.at, "threshold": self.threshold, "score": score}
-        return Claim(self.name, better, than, self.margin, **asked)  # type: ignore[arg-type]
+        options = {"metric": self.metric, "at": self.at, "threshold": self.threshold, "score": score}
+        return Claim(self.name, better, than, self.margin, **options)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,9 @@ class Judged:
     @property
     def effect(self) -> str:
         """The difference on plain scores with its interval, worded by its sign."""
-        return self.told(self.plain)
+        return self.difference_of(self.plain)
 
-    def told(self, verdict: Verdict, interval: bool = True) -> str:
+    def difference_of(self, verdict: Verdict, interval: bool = True) -> str:
         """Format the difference of a verdict on this setting."""
         effect = verdict.effect if interval else None
         return difference(self.setting.metric, verdict.gain, effect, self.setting.lower)

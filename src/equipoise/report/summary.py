@@ -65,7 +65,7 @@ def _found(main: Judged, recalibrated: bool = False) -> str:
         return "not tested"
     second, text = main.recalibrated, main.effect
     if recalibrated and second is not None:
-        text += f" ({main.told(second, interval=False)} with recalibrated BatchNorm)"
+        text += f" ({main.difference_of(second, interval=False)} with recalibrated BatchNorm)"
     paper = f" (the paper: {paper_effect(main.setting)})" if main.setting.paper is not None else ""
     return f"{text} in {main.setting.name}, {main.runs} runs{paper}"
 

@@ -80,15 +80,15 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(float(np.mean(finite)), std, len(values), len(values) - len(finite))
 
 
-def values_of(results: Sequence[Result], asked: Question) -> dict[int, float]:
+def values_of(results: Sequence[Result], question: Question) -> dict[int, float]:
     """Return a metric by seed, for the seeds that have it."""
-    found = {result.seed: METRICS[asked.metric](result, asked) for result in results}
+    found = {result.seed: METRICS[question.metric](result, question) for result in results}
     return {seed: value for seed, value in found.items() if value is not None}
 
 
-def spread_of(results: Sequence[Result], asked: Question) -> Spread | None:
+def spread_of(results: Sequence[Result], question: Question) -> Spread | None:
     """Return mean and deviation of a metric over the seeds that have it."""
-    return spread([*values_of(results, asked).values()])
+    return spread([*values_of(results, question).values()])
 
 
 # Equal cost

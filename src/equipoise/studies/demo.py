@@ -47,9 +47,9 @@ def run_demo(out: Path, console: Console, epochs: int, seeds: int) -> None:
     columns = ["", "accuracy", "density", "explored", "variance", "passes", "seconds"]
     title = f"digits, test accuracy after {epochs} epochs, mean and deviation of {seeds} seeds"
     console.print(make_table(columns, [_row(name, runs) for name, runs in arms.items()], title))
-    told = finding(arms, images)
-    draw_arms(arms, out / "demo.png", told)
-    console.print(told)
+    sentence = finding(arms, images)
+    draw_arms(arms, out / "demo.png", sentence)
+    console.print(sentence)
     console.print(f"figure: {out / 'demo.png'}   each run: equipoise show {out}/NAME-seed0")
 
 

@@ -86,15 +86,15 @@ class Design:
             if value.metric in SHARES and not 0 <= value.value <= 1:
                 raise UserError(f"{value.metric}={value.value} in the paper: write a share, such as 0.505")
 
-    def _check(self, asked: Question, *arms: str) -> None:
+    def _check(self, question: Question, *arms: str) -> None:
         """Raise a `UserError` if the results of this study cannot answer a question about these arms."""
-        metric, at, threshold = asked.metric, asked.at, asked.threshold
+        metric, at, threshold = question.metric, question.at, question.threshold
         METRICS[metric]
         for arm in arms:
             if arm not in self.every_arm:
                 raise UserError(f'no arm is called "{arm}"{suggestion(arm, list(self.every_arm))}')
-        if asked.score not in ALL_SCORES:
-            raise UserError(f'no score is called "{asked.score}"{suggestion(asked.score, list(ALL_SCORES))}')
+        if question.score not in ALL_SCORES:
+            raise UserError(f'no score is called "{question.score}"{suggestion(question.score, list(ALL_SCORES))}')
         if at is not None and metric not in BY_EPOCH:
             raise UserError(f"{metric} at epoch {at}: `at` needs a metric of single epochs: {', '.join(BY_EPOCH)}")
         if metric in ("stability", "window-accuracy") and at is not None and at < WINDOW:
@@ -142,7 +142,7 @@ class Design:
             sources = own.get("recipe", ())
             yield from map(read_recipe, [sources] if isinstance(sources, str) else sources)
 
-    def asked(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the content of study.json."""
         budgets = {_with_budget(arm, budget): arm for budget in self.budgets for arm in self.arms}
         return {"version": VERSION, **asdict(self), "arms": self.every_arm, "budgets": budgets}

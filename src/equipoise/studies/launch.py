@@ -71,7 +71,7 @@ def processes(count: int) -> Launcher:
         raise UserError(f"{count} processes: at least 1")
 
     def launch(work: Callable[[Job, int], Result], jobs: Sequence[Job]) -> Iterator[tuple[Job, Result | Failure]]:
-        waiting, gpus, told = deque(jobs), visible_gpus(), False
+        waiting, gpus, announced = deque(jobs), visible_gpus(), False
         used = min(count, len(jobs))
         idle = [
             _Worker(gpus[i % len(gpus)] if len(gpus) > 1 else None, count, -(-used // max(1, len(gpus))))
@@ -89,8 +89,8 @@ def processes(count: int) -> Launcher:
                     job, worker = running.pop(future)
                     idle.append(worker)
                     yield job, worker.outcome(future)
-                if signals.requested() and not told:
-                    told = True
+                if signals.requested() and not announced:
+                    announced = True
                     waiting.clear()
                     for process in active_children():
                         process.terminate()

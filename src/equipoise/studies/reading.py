@@ -84,17 +84,17 @@ def _dataset(study: Study) -> str:
 
 def _read_study(folder: Path, problems: list[str]) -> Study:
     file = folder / "study.json"
-    asked: dict[str, Any] = {}
+    design: dict[str, Any] = {}
     study = Study(folder.name, folder.name, "", {})
     if not file.is_file():
         problems.append(f"{folder} has no study.json: arms are shown as found, without claims")
     else:
         with _reporting(file, problems):
-            asked = read_json(file)
-            title = asked.get("name", folder.name)
+            design = read_json(file)
+            title = design.get("name", folder.name)
             read: dict[str, Any] = {"results": {}, "claims": (), "paper": (), "diverged": {}}
-            study = _fill(Study, {"name": folder.name, "title": title, "about": "", **asked, **read})
-    arms = _read_arms(folder, asked, problems)
+            study = _fill(Study, {"name": folder.name, "title": title, "about": "", **design, **read})
+    arms = _read_arms(folder, design, problems)
     splits = sorted({r.epochs[-1].split for results in arms.values() for r in results if r.epochs})
     if len(splits) > 1:
         problems.append(f"{folder}: the accuracies are of {' and of '.join(splits)} images")
@@ -103,30 +103,30 @@ def _read_study(folder: Path, problems: list[str]) -> Study:
     return replace(
         study,
         results={arm: tuple(r for r in results if not r.diverged) for arm, results in arms.items()},
-        claims=_entries(Claim, asked, "claims", file, problems),
-        paper=_entries(PaperValue, asked, "paper", file, problems),
+        claims=_entries(Claim, design, "claims", file, problems),
+        paper=_entries(PaperValue, design, "paper", file, problems),
         diverged={arm: lost for arm, results in arms.items() if (lost := tuple(r for r in results if r.diverged))},
     )
 
 
-def _entries(cls: type[T], asked: Mapping[str, Any], key: str, file: Path, problems: list[str]) -> tuple[T, ...]:
+def _entries(cls: type[T], design: Mapping[str, Any], key: str, file: Path, problems: list[str]) -> tuple[T, ...]:
     """Make a dataclass of each entry of a list in study.json."""
     entries = []
     with _reporting(file, problems):
-        for i, value in enumerate(convert(asked.get(key, []), Sequence[Any], key)):
+        for i, value in enumerate(convert(design.get(key, []), Sequence[Any], key)):
             with _reporting(file, problems):
                 entries.append(convert(value, cls, f"{key}[{i}]"))
     return tuple(entries)
 
 
-def _read_arms(folder: Path, asked: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[Result, ...]]:
+def _read_arms(folder: Path, design: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[Result, ...]]:
     """Read the finished results by arm: first the arms of study.json, then others that are found."""
-    by_arm: dict[str, dict[int, Result]] = {arm: {} for arm in _mapping(asked.get("arms"))}
+    by_arm: dict[str, dict[int, Result]] = {arm: {} for arm in _mapping(design.get("arms"))}
     for file in sorted(folder.glob("*.json")):
         if file.name == "study.json":
             continue
         with _reporting(file, problems):
-            result = _result(read_json(file), asked.get("name"), file, problems)
+            result = _result(read_json(file), design.get("name"), file, problems)
             seeds = by_arm.get(result.arm, {})
             if result.seed in seeds:
                 raise UserError(f"another file holds seed {result.seed} of {result.arm}")
@@ -158,9 +158,9 @@ def _result(value: Mapping[str, Any], study: Any, file: Path, problems: list[str
     result = _fill(Result, {**value, **read})
     lines = _list(value.get("epochs"))
     epochs = _epochs(lines, file, problems) if lines or not result.diverged else ()
-    asked = result.recipe.get("epochs")
-    if not result.diverged and isinstance(asked, int) and epochs[-1].epoch != asked:
-        raise UserError(f"its last epoch is {epochs[-1].epoch} of {asked}")
+    planned = result.recipe.get("epochs")
+    if not result.diverged and isinstance(planned, int) and epochs[-1].epoch != planned:
+        raise UserError(f"its last epoch is {epochs[-1].epoch} of {planned}")
     along = {_number(line.get("epoch")): _numbers(line) for line in map(_mapping, _list(measured.get("along")))}
     epochs = tuple(replace(epoch, measured=along.get(epoch.epoch, {})) for epoch in epochs)
     if not _seconds_are_comparable(result.environment, lines):

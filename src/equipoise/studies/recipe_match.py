@@ -12,13 +12,13 @@ OF_THE_MACHINE = ("device", "checkpoint")
 SAME_ESTIMATE = ("recompute", "replay")  # modes of a correction; available memory decides between them
 
 
-def same_recipe(asked: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
-    """Whether a run of the recipe `found` answers for the recipe `asked`.
+def same_recipe(planned: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    """Whether a run of the recipe `found` answers for the recipe `planned`.
 
-    Device, checkpoints and the folder of the data do not matter. A correction mode or a storage that `asked` leaves
+    Device, checkpoints and the folder of the data do not matter. A correction mode or a storage that `planned` leaves
     open may have been chosen.
     """
-    left, right = _essence(asked), _essence(found)
+    left, right = _essence(planned), _essence(found)
     if "mode" not in left["correction"]:
         right["correction"].pop("mode", None)
     if left.get("storage", "auto") == "auto":

@@ -112,7 +112,7 @@ def run_study(
     Returns:
         Whether every job has a result now.
     """
-    write_result(results / slug(design.name) / "study.json", design.asked())
+    write_result(results / slug(design.name) / "study.json", design.to_json())
     complete, missing = True, []
     for job in jobs:
         try:

@@ -222,8 +222,8 @@ def make_recipe(raw: Mapping[str, Any]) -> Recipe:
     """
     refuse_old_names(raw, "recipe")
     for key in raw:
-        if key not in KEYS and (places := places_of(str(key))):
-            raise UserError(f'recipe: "{key}" is not a key of a recipe; write {" or ".join(places)}')
+        if key not in KEYS and (keys := keys_of(str(key))):
+            raise UserError(f'recipe: "{key}" is not a key of a recipe; write {" or ".join(keys)}')
     check_names(raw, KEYS, "recipe")
     full = {**DEFAULT_NAMES, **raw}
     model, options = split(full["model"], "model")
@@ -246,7 +246,7 @@ def model_defaults(model: str) -> dict[str, Any]:
     return {name: signature[name].default for name in parameters_of(MODELS[model])}
 
 
-def places_of(option: str) -> list[str]:
+def keys_of(option: str) -> list[str]:
     """Return the keys of a recipe that an option may mean: `lr` is `optimizer.lr`; none if it is not known."""
     if option in KEYS:
         return [option]

@@ -44,25 +44,25 @@ class ProgressLines(Watcher):
     def __init__(self, say: Callable[[str], None], title: str = "") -> None:
         self.say = say
         self.title = title
-        self._begun = self._told = (0.0, 0, 0)  # time, step and images
+        self._begun = self._shown = (0.0, 0, 0)  # time, step and images
 
     def begin(self, trainer: Trainer) -> None:
-        self._begun = self._told = (time.perf_counter(), trainer.step, trainer.images)
+        self._begun = self._shown = (time.perf_counter(), trainer.step, trainer.images)
 
     def step(self, trainer: Trainer) -> None:
-        now, (begun, first, _), (told, _, images) = time.perf_counter(), self._begun, self._told
-        if now - told < self.EVERY or trainer.step == first:
+        now, (begun, first, _), (shown, _, images) = time.perf_counter(), self._begun, self._shown
+        if now - shown < self.EVERY or trainer.step == first:
             return
         left = (trainer.total_steps - trainer.step) * (now - begun) / (trainer.step - first)
         self.say(
             f"{self.title} epoch {trainer.epoch + 1}/{trainer.recipe.epochs}, batch {trainer.batch}/"
             f"{len(trainer.parts.train)}  loss {trainer.meter.loss:.4f}  "
-            f"{(trainer.images - images) / (now - told):.0f} images/s  about {duration(left)} left"
+            f"{(trainer.images - images) / (now - shown):.0f} images/s  about {duration(left)} left"
         )
-        self._told = (now, trainer.step, trainer.images)
+        self._shown = (now, trainer.step, trainer.images)
 
     def epoch(self, trainer: Trainer, line: dict[str, Any]) -> None:
-        self._told = (time.perf_counter(), trainer.step, trainer.images)  # the line of the epoch is news enough
+        self._shown = (time.perf_counter(), trainer.step, trainer.images)  # the line of the epoch is news enough
 
 
 class Terminal(Watcher):

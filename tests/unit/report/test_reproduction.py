@@ -77,7 +77,7 @@ def test_without_results_everything_is_listed_as_not_run(tmp_path: Path) -> None
 
 def test_verdicts_and_numbers(tmp_path: Path) -> None:
     results = tmp_path / "results"
-    write_result(results / "mvr/study.json", read_study("mvr").asked())
+    write_result(results / "mvr/study.json", read_study("mvr").to_json())
     for seed, (mvr, both) in enumerate(
         [((0.5, 0.7), (0.6, 0.8)), ((0.52, 0.9), (0.64, 0.85)), ((0.51, 0.8), (0.62, 0.8))]
     ):
@@ -187,7 +187,7 @@ def test_a_run_that_learned_nothing_is_reported(tmp_path: Path) -> None:
 
 def test_unusable_results_are_reported(tmp_path: Path) -> None:
     results = tmp_path / "results"
-    write_result(results / "mvr/study.json", read_study("mvr").asked())
+    write_result(results / "mvr/study.json", read_study("mvr").to_json())
     for seed in (0, 1):
         put(results, "MVR", seed, {20: 0.5, 40: 0.5}, recipe=read_study("mvr").raw("MVR", seed))
         other = read_study("mvr").raw("AGENT+MVR", seed) | {"model": "resnet34"}
@@ -202,7 +202,7 @@ def test_unusable_results_are_reported(tmp_path: Path) -> None:
     assert "| MVR | 0 | 50.0 % (1) |" in (tmp_path / "page.md").read_text()
     assert "| AGENT+MVR | 0" not in (tmp_path / "page.md").read_text()
     (results / "again").mkdir()
-    write_result(results / "again/study.json", read_study("mvr").asked())
+    write_result(results / "again/study.json", read_study("mvr").to_json())
     with pytest.raises(UserError, match="holds the study mvr twice"):
         write_page(results, tmp_path / "page.md")
 

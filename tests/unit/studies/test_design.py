@@ -169,7 +169,7 @@ def test_overrides_are_merged_in_order(tmp_path: Path) -> None:
 
 def test_study_json_holds_plain_values(tmp_path: Path) -> None:
     claim = {"says": "s", "better": "a", "than": "b", "at": 2}
-    asked = read_study(write(tmp_path, own(claims=[claim], seeds=[3]))).asked()
+    asked = read_study(write(tmp_path, own(claims=[claim], seeds=[3]))).to_json()
     assert asked["version"] == 2
     assert asked["name"] == "own"
     assert asked["arms"] == own()["arms"]
@@ -181,7 +181,7 @@ def test_every_arm_exists_with_every_budget(tmp_path: Path) -> None:
     design = read_study(write(tmp_path, own(budgets=[5, 9], claims=[claim])))
     assert list(design.every_arm) == ["a", "b", "a, 5 epochs", "b, 5 epochs", "a, 9 epochs", "b, 9 epochs"]
     assert [design.raw(arm, 0)["epochs"] for arm in design.every_arm] == [tiny()["epochs"], 3, 5, 5, 9, 9]
-    asked = design.asked()
+    asked = design.to_json()
     assert asked["budgets"] == {f"{arm}, {n} epochs": arm for n in (5, 9) for arm in ("a", "b")}
     assert list(asked["arms"]) == list(design.every_arm)
 
