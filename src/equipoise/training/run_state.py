@@ -14,7 +14,7 @@ from equipoise.correction.snapshot import RandomState
 from equipoise.errors import UserError
 from equipoise.training.convert_storage import in_storage, plain_names
 from equipoise.training.evaluate import Score
-from equipoise.training.optimizers import NamedState
+from equipoise.training.named_state import NamedState
 from equipoise.training.processes import local_part, state_for_process
 from equipoise.training.recipe_fingerprint import fingerprint
 
