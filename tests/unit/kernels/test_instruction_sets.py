@@ -34,7 +34,7 @@ def test_kernels_of_every_level(level: str, tmp_path: Path, monkeypatch: pytest.
         "test_half.py",
         "test_blocks.py",
         "test_linear.py",
-        "test_kernel_steps.py",
+        "test_steps.py",
         "test_spread.py",
     )
     tests = [str(TESTS / name) for name in names]
