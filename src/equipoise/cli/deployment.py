@@ -35,7 +35,7 @@ def export(
     """Write the network of a run to a small file that `equipoise.load` runs with the sparse kernels."""
     from equipoise.deploy import export as deploy
     from equipoise.deploy.benchmark_table import size
-    from equipoise.training.network import network_of
+    from equipoise.training.run_network import network_of
 
     form = deploy.format_of(out, format_)
     deploy.check_request(out, form, values, weights, force)

@@ -27,7 +27,7 @@ from equipoise.topology.rewiring import make_rewiring
 from equipoise.topology.selection import unwrap
 from equipoise.topology.sparse_weights import owner_of, sharded, sparse_weights
 from equipoise.topology.srste import SRSTE, LatentWeights
-from equipoise.topology.state import check_state, load_state, state_of, verify_checksums
+from equipoise.topology.topology_state import check_state, load_state, state_of, verify_checksums
 from equipoise.world import World
 
 # Sparse weight -> weak reference to its topology: a second topology on the same weight is refused.

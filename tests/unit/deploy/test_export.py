@@ -26,7 +26,7 @@ from equipoise.errors import UserError
 from equipoise.models import MODELS
 from equipoise.sparse import pack
 from equipoise.training.evaluate import three_ways
-from equipoise.training.network import network_of
+from equipoise.training.run_network import network_of
 from train_helpers import tiny
 
 Command = Callable[..., tuple[int, str, str]]
