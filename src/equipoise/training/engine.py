@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 FIRST_STEPS = 3  # run, recorded, replayed
 
@@ -39,6 +39,15 @@ class Engine:
             function: A function without arguments that changes tensors and no state of the host.
         """
         function()
+
+    def kept(self, old: tuple[Tensor, ...] | None, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Tensors with the values of `new`: if the engine captures, copies at the addresses of `old`."""
+        if not self.captures:
+            return new
+        kept = tuple(torch.empty_like(tensor) for tensor in new) if old is None else old
+        for there, tensor in zip(kept, new, strict=True):
+            there.copy_(tensor)
+        return kept
 
     def register(self, generator: torch.Generator) -> None:
         """Announce a generator that functions draw from; its seed may be set between calls of `run`."""

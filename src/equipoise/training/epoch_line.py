@@ -43,5 +43,5 @@ def _passes(trainer: Trainer) -> dict[str, int]:
     recipe = trainer.recipe
     passes = {kind: count * recipe.loss_passes for kind, count in trainer.parts.correction.passes.items()}
     if recipe.objective.attack_passes:
-        passes["attack"] = trainer.parts.passes.attacks * recipe.objective.attack_passes
+        passes["attack"] = trainer.parts.batches.attacks * recipe.objective.attack_passes
     return passes

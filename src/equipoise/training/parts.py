@@ -29,6 +29,7 @@ from equipoise.training.meter import Meter, add_batch
 from equipoise.training.passes import Passes
 from equipoise.training.precision import packed_precision, prepare_gpu
 from equipoise.training.recipe import Recipe
+from equipoise.training.run_batches import RunBatches
 from equipoise.training.step import Step
 from equipoise.training.sync_batchnorm import SyncedBatchNorm, synchronise
 from equipoise.world import ALONE, World
@@ -56,6 +57,7 @@ class Parts:
     loaders: dict[str, AnyLoader]
     flat: FlatParameters | None
     engine: Engine
+    batches: RunBatches
     passes: Passes
     meter: Meter
     step: Step
@@ -110,16 +112,18 @@ def make_parts(
         compile=engine.compiled,
         hooks=False,
     )
-    passes = Passes(recipe, model, train, device, world, engine, flat, topology)
+    batches = RunBatches(recipe, model, train, device, world, engine)
+    passes = Passes(recipe, model, batches, device, world, engine, flat, topology)
     gradients = Gradients() if flat is None else FlatGradients(passes, flat)
     correction = attach_correction(recipe, model, topology, len(train), gradients)
     ema = EMA(model, recipe.ema, topology, flat, engine.compiled) if recipe.ema else None
     meter = Meter(device, engine.compiled(add_batch))
-    step = Step(model, optimizer, topology, correction, ema, train, passes, meter, engine, recipe.clip)
+    step = Step(model, optimizer, topology, correction, ema, train, batches, passes, meter, engine, recipe.clip)
     loaders = scoring_loaders(recipe, splits, device, world)
     return Parts(
-        *(device, model, optimizer, topology, correction, ema, splits.classes),
-        *(train, loaders, flat, engine, passes, meter, step),
+        *(device, model, optimizer, topology, correction),
+        *(ema, splits.classes, train, loaders, flat),
+        *(engine, batches, passes, meter, step),
     )
 
 

@@ -62,7 +62,7 @@ def passes_so_far(trainer: Trainer) -> SamplePasses:
     )
     wish = parts.topology.algorithm.dense_gradient
     steps = {"never": 0, "at updates": parts.topology.updates, "always": parts.topology.steps}[wish]
-    attack = SamplePasses.attack(round(trainer.parts.passes.attacks * size), objective.attack_passes)
+    attack = SamplePasses.attack(round(trainer.parts.batches.attacks * size), objective.attack_passes)
     return SamplePasses(forward, backward, backward, min(backward, round(steps * size))) + attack
 
 

@@ -36,7 +36,7 @@ def _state_of_process(trainer: Trainer) -> dict[str, Any]:
         "fingerprint": _fingerprint(trainer),
         "storage": parts.topology.storage,
         "names": [name for name, _ in _named(trainer)],
-        "position": [trainer.epoch, trainer.batch, trainer.images, parts.passes.attacks],
+        "position": [trainer.epoch, trainer.batch, trainer.images, parts.batches.attacks],
         "rollbacks": trainer.rollbacks,
         "best": trainer.best,
         "published": None if trainer.published is None else asdict(trainer.published),
@@ -107,7 +107,7 @@ def _restore(trainer: Trainer, state: dict[str, Any]) -> RandomState:
         if owner is not None:
             with _one_line(part):
                 owner.load_state_dict(state[part])
-    trainer.epoch, trainer.batch, trainer.images, parts.passes.attacks = state["position"]
+    trainer.epoch, trainer.batch, trainer.images, parts.batches.attacks = state["position"]
     trainer.rollbacks, trainer.best = state["rollbacks"], state["best"]
     trainer.published = None if state["published"] is None else Score(**state["published"])
     trainer.seconds, trainer.startup_seconds = state["seconds"], state["startup_seconds"]

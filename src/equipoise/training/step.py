@@ -16,7 +16,8 @@ from equipoise.training.engine import Engine
 from equipoise.training.meter import Meter
 from equipoise.training.non_finite import check_loss, clip_gradients
 from equipoise.training.optimizers import set_learning_rate
-from equipoise.training.passes import BatchRef, Outcome, Passes, RefreshBatches
+from equipoise.training.passes import Outcome, Passes
+from equipoise.training.run_batches import BatchRef, RefreshBatches, RunBatches
 
 
 class Step:
@@ -33,6 +34,7 @@ class Step:
         correction: Its gradient correction.
         ema: Its weight average, if any.
         loader: The training images.
+        batches: Makes the batches.
         passes: Runs the model.
         meter: Sums loss and accuracy.
         engine: Runs the update.
@@ -47,14 +49,15 @@ class Step:
         correction: Correction,
         ema: EMA | None,
         loader: Loader | FolderLoader,
+        batches: RunBatches,
         passes: Passes,
         meter: Meter,
         engine: Engine,
         clip: float = 0.0,
     ) -> None:
         self._model, self._optimizer, self._topology, self._correction = model, optimizer, topology, correction
-        self._ema, self._loader, self._passes, self._meter = ema, loader, passes, meter
-        self._engine, self._clip = engine, clip
+        self._ema, self._loader, self._batches, self._passes = ema, loader, batches, passes
+        self._meter, self._engine, self._clip = meter, engine, clip
         first = next(model.parameters())
         self._on_cpu = first.device.type == "cpu"
         self._loss = torch.zeros((), dtype=first.dtype, device=first.device)
@@ -66,7 +69,7 @@ class Step:
         ref = self._begin(number, learning_rate)
         if self._is_plain:
             size, differentiate = self._passes.begin(ref)
-            key = ("step", *self._passes.kind(ref, size), self._topology.rewires_next)
+            key = ("step", *self._batches.kind(ref, size), self._topology.rewires_next)
             self._engine.run(key, partial(self._plain_step, differentiate))
             self._correction.count_step(passes=1)
         else:
@@ -91,12 +94,12 @@ class Step:
         self._update(outcome._replace(loss=mean))
 
     def _take(self, ref: BatchRef) -> None:
-        size = self._passes.prepare(ref)  # now: an attack uses the live weights, not the snapshot
+        size = self._batches.prepare(ref)  # now: an attack uses the live weights, not the snapshot
         index = self._loader.index(ref.epoch, ref.batch) if self._correction.estimator.fixed_batches else None
         loss = self._correction.backward(self._passes.loss, ref, index=index)
         self._loss.copy_(loss)
         if self._on_cpu:  # on a GPU this would wait for the device: losses are checked every few steps
-            check_loss(loss, self._model, self._passes.images(ref, size), ref.epoch, ref.batch)
+            check_loss(loss, self._model, self._batches.of(ref, size)[0], ref.epoch, ref.batch)
         if self._clip:
             gradient_of = self._passes.gradient_of
             clip_gradients(self._optimizer, self._model, self._clip, ref.epoch, ref.batch, gradient_of)
@@ -116,19 +119,19 @@ class Step:
         """Set the numbers of the coming step, which replayed work reads from the device."""
         epoch, batch = divmod(number, len(self._loader))
         set_learning_rate(self._optimizer, learning_rate)
-        self._passes.begin_step(number)
+        self._batches.begin_step(number)
         if self._ema is not None:
             self._ema.begin_step(number)
-        return BatchRef(epoch, batch, self._passes.attacks_steps)
+        return BatchRef(epoch, batch, self._batches.attacks_steps)
 
     def refresh(self, number: int, total: int) -> None:
         """Renew the correction's snapshot before step `number` of `total`."""
         estimator = self._correction.estimator
-        batches = len(self._loader)
-        epoch = number // batches
-        first, count = epoch * batches, batches
+        per_epoch = len(self._loader)
+        epoch = number // per_epoch
+        first, count = epoch * per_epoch, per_epoch
         if estimator.mode == "replay":
-            first, count = number, min(estimator.every or batches, total - number)
-        self._passes.begin_step(number)
-        refs = RefreshBatches(self._passes, batches, first, count)
+            first, count = number, min(estimator.every or per_epoch, total - number)
+        self._batches.begin_step(number)
+        refs = RefreshBatches(self._batches, per_epoch, first, count)
         self._correction.refresh(refs, self._passes.loss, epoch)

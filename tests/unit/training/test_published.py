@@ -240,7 +240,7 @@ def test_a_correction_keeps_its_full_pass_in_adversarial_training(correction: st
     """The overlay `agent` is the paper's method: g̃ on clean images, not the mean of earlier old gradients."""
     trainer = made(correction=correction, objective={"name": objective, "steps": 1})
     assert trainer.parts.correction.estimator.mode == "recompute"
-    assert trainer.parts.passes.full_pass_is_clean
+    assert trainer.parts.batches.full_pass_is_clean
 
 
 def test_nothing_is_published_by_default() -> None:

@@ -22,7 +22,7 @@ from equipoise.topology import ALGORITHMS
 from equipoise.training import RunFolder, Trainer, make_recipe, resume
 from equipoise.training.evaluate import Score
 from equipoise.training.optimizers import OPTIMIZERS
-from equipoise.training.passes import BatchRef, RefreshBatches
+from equipoise.training.run_batches import BatchRef, RefreshBatches
 from equipoise.training.watchers import Watcher
 from train_helpers import BATCHES, assert_same_state, leaves, same, tiny, trainer, without_times
 
@@ -233,11 +233,11 @@ def test_adversarial_training_and_both_kinds_of_full_pass() -> None:
 def test_saga_sees_the_same_images_under_the_same_number(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(correction="saga", epochs=3)
     seen: list[tuple[int, Tensor]] = []
-    backward, passes = made.parts.correction.backward, made.parts.passes
+    backward, batches = made.parts.correction.backward, made.parts.batches
 
     def spy(loss_fn: Any, ref: BatchRef, index: int | None = None) -> Tensor:
         assert index is not None
-        seen.append((index, passes.images(ref, passes.prepare(ref)).clone()))
+        seen.append((index, batches.of(ref, batches.prepare(ref))[0].clone()))
         return backward(loss_fn, ref, index=index)
 
     monkeypatch.setattr(made.parts.correction, "backward", spy)
@@ -272,13 +272,13 @@ def test_replay_refuses_a_step_of_another_batch() -> None:
 
 def test_batches_of_a_refresh_are_those_of_the_steps() -> None:
     made = trainer(correction="svrg", epochs=3)
-    loader, passes = made.parts.train, made.parts.passes
+    loader, run_batches = made.parts.train, made.parts.batches
     wanted = [x for epoch in range(3) for x, _ in loader.epoch(epoch)][4:11]
-    batches = RefreshBatches(passes, len(loader), 4, 7)
+    batches = RefreshBatches(run_batches, len(loader), 4, 7)
     assert len(batches) == 7
     for _ in range(2):  # they can be iterated again
         for (ref,), x in zip(batches, wanted, strict=True):
-            assert torch.equal(passes.images(ref, passes.prepare(ref)), x)
+            assert torch.equal(run_batches.of(ref, run_batches.prepare(ref))[0], x)
 
 
 # What it writes
