@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from double_helpers import float64_by_default
+from equipoise.training.build_recipe import make_recipe
 from equipoise.training.evaluate import Score
-from equipoise.training.recipe import Recipe, make_recipe
+from equipoise.training.recipe import Recipe
 from equipoise.training.recipe_files import apply_overrides, read_recipe
 from equipoise.training.trainer import Trainer
 

@@ -17,8 +17,9 @@ from equipoise.models import MODELS
 from equipoise.objectives import AdversarialTraining, Standard, Trades
 from equipoise.topology import BSRNet
 from equipoise.topology.selection import select
+from equipoise.training.build_recipe import make_recipe
 from equipoise.training.optimizers import SGDWOptions
-from equipoise.training.recipe import Recipe, make_recipe
+from equipoise.training.recipe import Recipe
 from equipoise.training.recipe_files import apply_overrides, packaged_recipes, read_recipe
 
 NETWORKS = {"vgg16": ("vgg16", 15_302_848, 256), "wrn": ("wrn_28_4", 5_841_840, 256)}  # weights, width of the last

@@ -22,7 +22,7 @@ from equipoise.objectives import PGD, GradientMaskingWarning, RobustResult, robu
 from equipoise.seeds import derive
 from equipoise.studies import robust
 from equipoise.studies.robust import JUDGES, first, make_judge, robust_table
-from equipoise.training.recipe import make_recipe
+from equipoise.training.build_recipe import make_recipe
 from equipoise.training.recipe_files import apply_overrides, read_recipe
 from equipoise.training.run_folder import RunFolder
 from equipoise.training.trainer import Trainer

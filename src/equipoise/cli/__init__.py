@@ -102,7 +102,7 @@ def _hint(option: str, words: list[str]) -> str:
     """Return how a key of a recipe is written that was given as an option, such as `--epochs 5`."""
     if not option or words[:1] not in (["train"], ["resume"], ["recipe"]):
         return ""
-    from equipoise.training.recipe import keys_of
+    from equipoise.training.build_recipe import keys_of
 
     keys = keys_of(option.lstrip("-").replace("-", "_"))
     given = next((i for i, word in enumerate(words) if word.partition("=")[0] == option), len(words))

@@ -29,7 +29,7 @@ Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write t
 
 def import_approved(raw: Mapping[str, Any], typed: Sequence[str] = (), allow_code: bool = False) -> None:
     """Import the Python code that the user has typed on the command line and, if allowed, that a recipe names."""
-    from equipoise.training.recipe import code_in, import_code
+    from equipoise.training.build_recipe import code_in, import_code
     from equipoise.training.recipe_files import apply_overrides
 
     approved = [apply_overrides({}, [word]) for word in typed] + ([raw] if allow_code else [])

@@ -78,7 +78,7 @@ def _all_kinds() -> dict[str, Callable[[], Mapping[str, str]]]:
 
 def _entry_lines(name: str, kinds: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     """Yield the description and the options of every entry with a name; a name can be of several kinds."""
-    from equipoise.training.recipe import without_suffix
+    from equipoise.training.build_recipe import without_suffix
     from equipoise.training.reference import entry_options
 
     named = {kind: without_suffix(name)[0] if kind == "topologies" else name for kind in kinds}

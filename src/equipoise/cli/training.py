@@ -245,8 +245,8 @@ def _watch(trainer: Trainer, path: Path, logs: Mapping[str, bool], measure: int,
 
 def _run(trainer: Trainer, path: Path) -> None:
     from equipoise.display.tables import percent
+    from equipoise.training.build_recipe import code_in
     from equipoise.training.layer_summary import summary
-    from equipoise.training.recipe import code_in
     from equipoise.training.signals import stoppable
 
     if trainer.recipe.correction.corrects:

@@ -12,7 +12,7 @@ from rich.console import Console
 from equipoise.display.figures import Metrics, draw_arms
 from equipoise.display.tables import make_table, percent
 from equipoise.studies.compare import gradient_evaluations, spread
-from equipoise.training.recipe import make_recipe
+from equipoise.training.build_recipe import make_recipe
 from equipoise.training.recipe_files import apply_overrides, read_recipe
 from equipoise.training.run_folder import RunFolder
 from equipoise.training.trainer import Trainer

@@ -17,7 +17,7 @@ from equipoise.scores import ALL_SCORES
 from equipoise.studies.metrics import BY_EPOCH, MEASURED, METRICS, SHARES, WINDOW
 from equipoise.studies.results import VERSION, Claim, PaperValue, Question, slug
 from equipoise.studies.robust import JUDGES
-from equipoise.training.recipe import import_code, make_recipe
+from equipoise.training.build_recipe import import_code, make_recipe
 from equipoise.training.recipe_files import apply_overrides, lay_over, read_recipe
 
 

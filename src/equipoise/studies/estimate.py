@@ -17,8 +17,9 @@ from equipoise.config import split
 from equipoise.errors import UserError
 from equipoise.studies.reading import read_json
 from equipoise.studies.runner import Job, state
+from equipoise.training.build_recipe import make_recipe
 from equipoise.training.parts import find_device, relative_cost
-from equipoise.training.recipe import Recipe, make_recipe
+from equipoise.training.recipe import Recipe
 from equipoise.training.run_folder import RunFolder
 from equipoise.training.trainer import Trainer
 

@@ -22,8 +22,8 @@ from equipoise.studies.record import record
 from equipoise.studies.results import result_file, slug, write_result
 from equipoise.studies.robust import robust_scores
 from equipoise.training import signals
+from equipoise.training.build_recipe import import_code, make_recipe
 from equipoise.training.measure import MeasureWatcher, measure_trainer
-from equipoise.training.recipe import import_code, make_recipe
 from equipoise.training.recipe_files import lay_over
 from equipoise.training.run_folder import RunFolder, read_epochs
 from equipoise.training.trainer import Trainer, resume

@@ -1,6 +1,7 @@
 """The loop that runs topology, objective and correction together, and what surrounds it."""
 
-from equipoise.training.recipe import Recipe, make_recipe
+from equipoise.training.build_recipe import make_recipe
+from equipoise.training.recipe import Recipe
 from equipoise.training.recipe_files import apply_overrides, read_recipe
 from equipoise.training.run_folder import RunFolder
 from equipoise.training.trainer import Trainer, resume

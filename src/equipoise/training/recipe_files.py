@@ -14,7 +14,8 @@ import yaml
 from equipoise.catalogue import suggestion
 from equipoise.config import parameters_of, parse_yaml
 from equipoise.errors import UserError
-from equipoise.training.recipe import CATALOGUES, DEFAULT_NAMES, DataOptions, refuse_old_names, without_suffix
+from equipoise.training.build_recipe import refuse_old_names, without_suffix
+from equipoise.training.recipe import CATALOGUES, DEFAULT_NAMES, DataOptions
 
 
 def read_recipe(*sources: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from equipoise.catalogue import Catalogue
 from equipoise.config import EXPECTED, hints_of, parameters_of
 from equipoise.correction import COEFFICIENTS
 from equipoise.data import Augment
+from equipoise.training.build_recipe import without_suffix
 from equipoise.training.published import PublishedOptions
 from equipoise.training.recipe import (
     CATALOGUES,
@@ -26,7 +27,6 @@ from equipoise.training.recipe import (
     CheckpointOptions,
     DataOptions,
     Recipe,
-    without_suffix,
 )
 from equipoise.training.rollback import RollbackOptions
 

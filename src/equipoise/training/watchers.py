@@ -62,7 +62,7 @@ class ProgressLines(Watcher):
         self._shown = (now, trainer.step, trainer.images)
 
     def epoch(self, trainer: Trainer, line: dict[str, Any]) -> None:
-        self._shown = (time.perf_counter(), trainer.step, trainer.images)  # the line of the epoch is news enough
+        self._shown = (time.perf_counter(), trainer.step, trainer.images)  # the epoch has a line of its own
 
 
 class Terminal(Watcher):

@@ -15,7 +15,7 @@ from equipoise.report.reproduction import paper_items
 from equipoise.studies.design import Design, packaged_studies, read_study
 from equipoise.studies.metrics import MEASURED, METRICS
 from equipoise.studies.results import slug
-from equipoise.training.recipe import make_recipe
+from equipoise.training.build_recipe import make_recipe
 from equipoise.training.recipe_files import read_recipe
 from train_helpers import tiny
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import equipoise as eq
-from equipoise.training.recipe import make_recipe
+from equipoise.training.build_recipe import make_recipe
 from equipoise.training.recipe_files import read_recipe
 
 SHAPES = [(24, 30), (40, 24), (10, 40)]

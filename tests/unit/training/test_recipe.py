@@ -21,8 +21,9 @@ from equipoise.objectives import Standard
 from equipoise.studies.design import read_study
 from equipoise.topology import ALGORITHMS, SET, Dense, Dynamic, GraNet, RigL, SRigL
 from equipoise.topology.initial import plan_layers
+from equipoise.training.build_recipe import make_recipe
 from equipoise.training.optimizers import AdamWOptions, SGDOptions
-from equipoise.training.recipe import KEYS, make_recipe
+from equipoise.training.recipe import KEYS
 from equipoise.training.recipe_files import apply_overrides, dump_recipe, lay_over, packaged_recipes, read_recipe
 
 DIGITS = read_recipe("digits")
