@@ -239,7 +239,7 @@ def _free(trainer: Trainer) -> None:
     """
     if trainer.parts.engine.captures:
         torch.compiler.reset()  # else the next models count as recompilations, whose number is limited
-    vars(trainer).clear()  # in case something still refers to the trainer
+    trainer.close()  # something may still refer to it, such as the traceback of an error
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

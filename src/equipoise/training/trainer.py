@@ -295,6 +295,10 @@ class Trainer:
         result = {"version": 1, "epochs": self.epoch, "best": self.best, "test": test, "seconds": self.seconds}
         return dict(strict(result | {"layers": describe_layers(self.parts.topology)}))
 
+    def close(self) -> None:
+        """Free the model and everything that belongs to it; the trainer cannot be used afterwards."""
+        del self.parts
+
     # Checkpoints
 
     def _check_finite(self) -> None:
