@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -78,12 +78,12 @@ class LearnedScores(Latent):
 
     Args:
         layers: The sparse weights.
-        momenta: Returns the tensors of the optimizer's state that are shaped like a weight.
+        optimizer: Its momentum restarts in every phase.
     """
 
-    def __init__(self, layers: Sequence[SparseWeight], momenta: Callable[[SparseWeight], Iterable[Tensor]]) -> None:
+    def __init__(self, layers: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         super().__init__(layers)
-        self._momenta = momenta
+        self._optimizer = optimizer
 
     @torch.no_grad()
     def lift(self, ratio: Tensor | None, loss_scale: Tensor | None) -> None:
@@ -120,7 +120,7 @@ class LearnedScores(Latent):
             self._restart(layer)
 
     def _restart(self, layer: SparseWeight) -> None:
-        for momentum in self._momenta(layer):
+        for momentum in layer.states(self._optimizer):
             momentum.zero_()
 
 

@@ -101,7 +101,7 @@ class Topology:
         if isinstance(self.algorithm, SRSTE) and self.layers:
             return LatentWeights(self.algorithm, self.layers)
         if isinstance(self.algorithm, Hydra) and self.layers:
-            return LearnedScores(self.layers, self._momenta)
+            return LearnedScores(self.layers, self.optimizer)
         return None
 
     # Properties
@@ -334,9 +334,6 @@ class Topology:
             if choice is not None:
                 layer.rewire(*choice, self.states(layer))
         self.check_equal()
-
-    def _momenta(self, layer: SparseWeight) -> Iterator[Tensor]:
-        return layer.states(self.optimizer)
 
     def states(self, layer: SparseWeight) -> list[Tensor]:
         """Tensors that change together with a weight: optimizer state (momentum, moments, ...) and followers."""
