@@ -172,7 +172,7 @@ class Correction:
         self.enabled, self._training = corrects, self.model.training
 
     def _probe(self, batches: Batches, loss_fn: LossFunction) -> tuple[bool, Batches]:
-        """Decide on a few batches whether to correct the coming epoch; return all batches, unused."""
+        """Decide on a few batches whether to correct the next epoch; return all batches, unused."""
         with without_trace(self.model, self.device):
             few = [as_tuple(batch) for batch in islice(batches, self.estimator.probe)]
             self.decision = decide(

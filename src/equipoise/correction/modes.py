@@ -60,7 +60,7 @@ class Mode(Stateful):
         """End the full pass: all gradients are recorded."""
 
     def pause(self) -> None:
-        """Leave the coming epoch uncorrected."""
+        """Leave the next epoch uncorrected."""
 
     def renew_snapshot(self) -> None:
         """End a refresh: copy the live weights."""
@@ -229,7 +229,7 @@ class Previous(Mode):
             self.vector = vector
 
     def pause(self) -> None:
-        """End the recursion: it will not see the steps of the coming epoch."""
+        """End the recursion: it will not see the steps of the next epoch."""
         self.reset()
 
     def renew_snapshot(self) -> None:

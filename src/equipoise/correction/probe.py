@@ -1,4 +1,4 @@
-"""A measurement on a few batches: does the correction of the coming epoch pay?"""
+"""A measurement on a few batches: does the correction of the next epoch pay?"""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def decide(
 ) -> Decision:
     """Measure (Var(new) + w²·Var(old) - 2w·Cov) / Var(new) between the live weights and the previous snapshot.
 
-    The previous snapshot is one refresh old, and so will the coming one be at the end of its epoch. The measured
-    variance is therefore that of the last step of the coming epoch: a cautious estimate. Without a previous snapshot
+    The previous snapshot is one refresh old, and so will the next one be at the end of its epoch. The measured
+    variance is therefore that of the last step of the next epoch: a cautious estimate. Without a previous snapshot
     nothing is corrected.
     """
     if not runner.snapshot or len(batches) < 2:

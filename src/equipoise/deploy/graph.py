@@ -102,7 +102,7 @@ class _Reader:
         self._calls.append(call)
 
     def _call_of(self, source: Node) -> int | None:
-        """The call that computes a value, if the coming operation alone reads it and may be merged into the call."""
+        """The call that computes a value, if the next operation alone reads it and may be merged into the call."""
         number, shape = self._found[source]
         names = [node for node, (other, _) in self._found.items() if other == number]
         alone = number != IMAGE and all(len(node.users) == 1 for node in names)

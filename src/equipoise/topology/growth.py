@@ -25,7 +25,7 @@ class GrowthGradients:
         world: The processes that train the model together.
 
     Attributes:
-        recorded: Whether the gradients of the coming step are recorded.
+        recorded: Whether the gradients of the next step are recorded.
         corrected: Whether growth uses the corrected gradient instead of the batch gradient.
     """
 

@@ -59,7 +59,7 @@ class SkippedStep:
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the coming step of the optimizer change nothing."""
+        """Make the next step of the optimizer change nothing."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter in parameters:

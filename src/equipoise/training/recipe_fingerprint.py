@@ -22,7 +22,7 @@ MAY_CHANGE = (
     "checkpoint",
     "data.test_batch",
     "bn_recalibration_batches",
-    # settings of the coming steps, on which the state in the checkpoint does not depend
+    # settings of later steps, on which the state in the checkpoint does not depend
     "epochs",
     "optimizer.",  # the options, not the optimizer
     "schedule",

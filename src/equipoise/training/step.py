@@ -80,7 +80,7 @@ class Step:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether a recording engine can run the coming step at once: no correction, topology update or clipping.
+        """Whether a recording engine can run the next step at once: no correction, topology update or clipping.
 
         Several processes that communicate over gloo average the gradients between two recorded parts.
         """
@@ -116,7 +116,7 @@ class Step:
         self._meter.add(*outcome)
 
     def _begin(self, number: int, learning_rate: float) -> BatchRef:
-        """Set the numbers of the coming step, which replayed work reads from the device."""
+        """Set the numbers of the next step, which replayed work reads from the device."""
         epoch, batch = divmod(number, len(self._loader))
         set_learning_rate(self._optimizer, learning_rate)
         self._batches.begin_step(number)
