@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import torch
 import yaml
-from torch import Tensor
 
 from equipoise.deploy.frozen import freeze
+from fork_helpers import assert_forks_compute
 from harness import concurrent_calls
 from harness.commands import told
 from harness.tally import Tally
@@ -36,31 +34,7 @@ def forks(random: Random, folder: Path) -> None:
     torch.manual_seed(random.randrange(2**31))
     model = concurrent_calls.network(random.randint(4, 24), random.randint(1, 2)).eval()
     model = freeze(model) if random.random() < 0.5 else model
-    small, large, stop = torch.randn(2, 3, 8, 8), torch.randn(32, 3, 16, 16), threading.Event()
-
-    def run(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return model(x)
-
-    def compute() -> None:
-        while not stop.is_set():
-            run(large)
-
-    wanted = run(small)
-    thread = threading.Thread(target=compute)
-    thread.start()
-    try:
-        for _ in range(3):
-            child = os.fork()
-            if child == 0:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(60)  # ends a child that waits for a thread it does not have
-                os._exit(0 if torch.equal(run(small), wanted) else 3)
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            assert status == 0, f"the child ended with {status}"
-    finally:
-        stop.set()
-        thread.join()
+    assert_forks_compute(model, torch.randn(2, 3, 8, 8), torch.randn(32, 3, 16, 16), times=3)
 
 
 def _statuses(lines: list[list[str]], folder: Path) -> tuple[list[int | None], list[str]]:

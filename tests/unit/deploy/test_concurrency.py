@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import signal
 import threading
 from collections.abc import Callable
 
@@ -19,6 +17,7 @@ from equipoise.kernels import library
 from equipoise.kernels.huge_pages import Floats
 from equipoise.kernels.steps import Buffers
 from equipoise.topology.packing import pack
+from fork_helpers import assert_forks_compute
 from sparse_helpers import masks, packed_model
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason())
@@ -123,29 +122,7 @@ def test_calls_of_a_frozen_model_run_at_the_same_time(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "packed"])
 def test_a_child_that_is_forked_while_a_thread_computes_does_not_hang(frozen: bool) -> None:
     model = freeze(sparse()) if frozen else sparse()
-    small, large, stop = torch.randn(2, 4, 8, 8), torch.randn(64, 4, 32, 32), threading.Event()
-
-    def run(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return model(x)
-
-    def compute() -> None:
-        while not stop.is_set():
-            run(large)
-
-    wanted = run(small)
-    thread = threading.Thread(target=compute)
-    thread.start()
-    try:
-        for _ in range(8):
-            child = os.fork()
-            if child == 0:
-                signal.alarm(60)  # ends a child that waits for a thread it does not have
-                os._exit(0 if torch.equal(run(small), wanted) else 3)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        stop.set()
-        thread.join()
+    assert_forks_compute(model, torch.randn(2, 4, 8, 8), torch.randn(64, 4, 32, 32), times=8)
 
 
 def programs() -> int:
