@@ -1,4 +1,4 @@
-"""What masking costs per training step and what a topology update costs, beside rigl-torch and sparsimony.
+"""What masking costs per training step and what a topology update costs, next to rigl-torch and sparsimony.
 
     python bench/topology.py [--batch 32] [--rounds 11] [--threads 2] [--peers FOLDER]
 
