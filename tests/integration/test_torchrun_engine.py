@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from distributed_helpers import Processes, found, processes
-from equipoise.objectives.attack import PGD
+from equipoise.objectives import attack
 from equipoise.training import Trainer, make_recipe
 from equipoise.training.engine import Engine
 from equipoise.training.evaluate import Score
@@ -50,7 +50,7 @@ def train(world: World, case: Case, engine: str, capturable: bool) -> dict[str, 
     """Train without scores and checks of values, which belong to no step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "evaluate", lambda *_: {"plain": Score(0.0, 0.0, 0)})
-        patch.setattr(PGD, "_check", lambda *_, **__: None)
+        patch.setattr(attack, "check_pixels", lambda x: None)
         own = (Capturable if capturable else World)(world.rank, world.size, world.device)
         chosen = ENGINES[engine]()
         trainer = Trainer(make_recipe(recipe_of(case) | DATA), engine=chosen, world=own)

@@ -166,8 +166,9 @@ class PGD:
         """Adversarial images: the last iterate; with restarts or early exit, the examples of `search`."""
         if self.restarts > 1 or self.early_exit:
             return self.search(model, x, y, generator).examples
-        # checking the range of a GPU tensor would synchronise in every training step
-        self._check(x, y, generator, check_range=x.device.type == "cpu")
+        self._check(x, y, generator)
+        if x.device.type == "cpu":  # on a GPU this would synchronise in every training step
+            check_pixels(x)
         with under_attack(model):
             clean = model(x) if self.loss == "kl" else x.new_empty(len(x), 0)
             climb = self._begin(x, y, clean, generator)
@@ -183,7 +184,8 @@ class PGD:
         cannot raise it: the starts depend on neither, nor on the images fooled before. `early_exit` saves time
         and does not change the count.
         """
-        self._check(x, y, generator, check_range=True)
+        self._check(x, y, generator)
+        check_pixels(x)
         starts = None if self.start == "none" else _offspring(generator)
         with under_attack(model):
             clean = model(x)
@@ -233,7 +235,7 @@ class PGD:
             if self.early_exit:
                 climb.keep(~hit)
 
-    def _check(self, x: Tensor, y: Tensor, generator: torch.Generator | None, check_range: bool) -> None:
+    def _check(self, x: Tensor, y: Tensor, generator: torch.Generator | None) -> None:
         if self.start != "none" and generator is None:
             raise UserError(f'start="{self.start}" is random; pass a torch.Generator, or use start="none"')
         if not x.is_floating_point():
@@ -243,13 +245,16 @@ class PGD:
                 "an attack needs a batch of images with one integer (int64) label each, "
                 f"not images {tuple(x.shape)} and labels {tuple(y.shape)} of {y.dtype}"
             )
-        if check_range:
-            low, high = (float(bound) for bound in torch.aminmax(x))
-            if not (low >= 0 and high <= 1):
-                raise UserError(
-                    f"images to attack must be pixels in [0, 1], not [{low:.3g}, {high:.3g}]; "
-                    "move the normalisation inside the model"
-                )
+
+
+def check_pixels(x: Tensor) -> None:
+    """Refuse images with values outside [0, 1]; reads values from the device."""
+    low, high = (float(bound) for bound in torch.aminmax(x))
+    if not (low >= 0 and high <= 1):
+        raise UserError(
+            f"images to attack must be pixels in [0, 1], not [{low:.3g}, {high:.3g}]; "
+            "move the normalisation inside the model"
+        )
 
 
 def fgsm(eps: float = 8 / 255) -> PGD:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise.objectives.attack import PGD
+from equipoise.objectives import attack
 from equipoise.training import Trainer, make_recipe
 from equipoise.training.engine import Engine
 from equipoise.training.evaluate import Score
@@ -23,7 +23,7 @@ QUICK = {*sorted(case for case in pairwise() if case[1] not in SLOWER)[::2]}
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither scores nor the check of an attack's input, which reads values, belong to a step."""
     monkeypatch.setattr(Trainer, "evaluate", lambda *_: {"plain": Score(0.0, 0.0, 0)})
-    monkeypatch.setattr(PGD, "_check", lambda *_, **__: None)
+    monkeypatch.setattr(attack, "check_pixels", lambda x: None)
 
 
 def run(raw: dict[str, Any], engine: Engine) -> Trainer:

@@ -213,7 +213,7 @@ def test_a_resumed_epoch_keeps_its_score() -> None:
 def test_replayed_steps_are_eager_steps(
     changes: dict[str, Any], objective: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("equipoise.objectives.attack.PGD._check", lambda *_, **__: None)  # it reads values
+    monkeypatch.setattr("equipoise.objectives.attack.check_pixels", lambda x: None)  # it reads values
     states, replays = [], ReplayEngine()
     topology = {"name": "bsr-net", "sparsity": 0.8, "distribution": "uniform"}
     for engine in (FixedAddressEngine(), replays):
