@@ -44,13 +44,14 @@ class ActiveVector:
         layers = {id(layer.parameter): layer for layer in topology.layers} if topology else {}
         self._layers = [layers.get(id(p)) for p in self.parameters]
         self.used: set[int] = set()  # parameters that took part in the loss of some batch
-        self._take_active()
+        self.take_active()
 
     @property
     def device(self) -> torch.device:
         return self.parameters[0].device
 
-    def _take_active(self) -> None:
+    def take_active(self) -> None:
+        """Take the weights that are active at present."""
         every = self.every_index
         indices = [None if not x or x.active == x.size or every else _active_indices(x) for x in self._layers]
         self._set_indices(indices, 0 if self.topology is None else self.topology.updates)
@@ -124,7 +125,7 @@ class ActiveVector:
         """Return the vector of the same parameters at the weights that are active at present."""
         new = copy.copy(self)
         new.used = set(self.used)
-        new._take_active()
+        new.take_active()
         return new
 
     def same_parameters(self, other: ActiveVector) -> bool:
