@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import fx, nn
@@ -18,16 +19,37 @@ WHOLE_MAP = 64  # positions assumed in a map that is pooled or flattened as a wh
 Layers = dict[str, PackedLayer]
 
 
+class Costs(NamedTuple):
+    """Estimated times in the units of `layer_cost`.
+
+    Attributes:
+        plain: For each position of the input of an image, layer by layer.
+        blocked: The same in the blocked layout, without padding.
+        calls: What calls take in the blocked layout beyond those of layer by layer, whatever the size of the batch.
+    """
+
+    plain: float
+    blocked: float
+    calls: float
+
+
 class Choice(NamedTuple):
     """How a part of a model runs fastest.
 
     Attributes:
         dense: Layers that take plain tensors between blocked ones, by name; most of them run dense.
-        time: Estimated time in the blocked layout, relative to running layer by layer.
+        time: Estimated time in the blocked layout, relative to running layer by layer, in large batches.
+        costs: Of the layers in the blocked layout, and the operations after them.
     """
 
     dense: frozenset[str]
     time: float
+    costs: Costs
+
+    def pays(self, images: int, positions: int, padding: float) -> bool:
+        """Return whether the blocked layout is faster for a batch, which it lengthens by the factor `padding`."""
+        saved = self.costs.plain - padding * self.costs.blocked
+        return self.time * padding <= 1 and images * positions * saved >= self.costs.calls
 
 
 def choose(graph: fx.Graph, model: nn.Module) -> Choice:
@@ -42,8 +64,9 @@ def choose(graph: fx.Graph, model: nn.Module) -> Choice:
     dense |= _alone(blocked_graph(graph, model, dense), layers)
     sizes = _sizes(blocked_graph(graph, model, dense), layers)
     called = [(str(node.target), size.positions) for node, size in sizes.items() if _is_layer(node, layers)]
+    costs = _costs({name: positions for name, positions in called if name not in dense}, layers, sizes)
     if all(layer_cost.is_small(layers[name].shape) for name, _ in called):
-        return Choice(dense, 0.0)
+        return Choice(dense, 0.0, costs)
     blocked = one_by_one = 0.0
     for name, positions in called:
         shape, active = layers[name].shape, layers[name].values.numel()
@@ -53,7 +76,16 @@ def choose(graph: fx.Graph, model: nn.Module) -> Choice:
     for node, size in sizes.items():
         if node.target in (to_blocked, from_blocked):
             blocked += size.positions * size.channels * layer_cost.CONVERTED_CHANNEL
-    return Choice(dense, layer_cost.BLOCKED * blocked / one_by_one)
+    return Choice(dense, layer_cost.BLOCKED * blocked / one_by_one, costs)
+
+
+def _costs(called: dict[str, float], layers: Layers, nodes: Iterable[Node]) -> Costs:
+    shapes = {name: (layers[name].shape, layers[name].values.numel()) for name in called}
+    plain = sum(positions * layer_cost.with_norm(shapes[name][0]) for name, positions in called.items())
+    blocked = sum(positions * layer_cost.with_norm_in_blocks(*shapes[name]) for name, positions in called.items())
+    conversions = sum(node.target in (to_blocked, from_blocked) for node in nodes)
+    calls = layer_cost.CALL_IN_BLOCKS * len(called) + layer_cost.CALL_OF_CONVERSION * conversions
+    return Costs(plain, blocked, calls)
 
 
 def dense_layers(model: nn.Module) -> frozenset[str]:

@@ -26,6 +26,10 @@ ALONE = 1.7  # margin for a single layer: conversions, and the layers after it l
 CALL_ON_TOKENS = 2e6  # a call of the sparse linear kernel
 CALL_ON_IMAGES = 8e6  # a call of the sparse convolution on plain tensors
 CALL_OF_SPREAD = 3e5  # making a dense weight
+CALL_IN_BLOCKS = 1.5e6  # a call of a sparse layer and the operations after it in the blocked layout, beyond torch's
+CALL_OF_CONVERSION = 1.2e6  # a call that converts an activation
+NORM_CHANNEL = 37  # a channel read or written by a layer and the operations after it, in either layout
+SEPARATE_CHANNEL = 20  # of the output, more if those operations do not run in one pass
 SORTED_WEIGHT, SPREAD_WEIGHT = 60, 5  # an active weight of the sparse kernel, and an element of a spread weight
 FEW_CHANNELS = 64  # of input and output together; smaller layers need a batch for an estimate: fixed costs decide
 
@@ -69,6 +73,16 @@ def sparse_call(active: int, on_tokens: bool) -> float:
 def dense_call(shape: ConvShape, active: int) -> float:
     """Return the time of making the dense weight for a call; a weight without zeros is there already."""
     return 0.0 if active == shape.weight_numel else CALL_OF_SPREAD + SPREAD_WEIGHT * shape.weight_numel
+
+
+def with_norm(shape: ConvShape) -> float:
+    """Return the time of torch's dense kernel, a norm and an activation function after it."""
+    return dense(shape) + NORM_CHANNEL * _channels(shape) + SEPARATE_CHANNEL * shape.out_channels
+
+
+def with_norm_in_blocks(shape: ConvShape, active: int) -> float:
+    """Return the time of the sparse kernel, a norm and an activation function in the blocked layout."""
+    return SPARSE_WEIGHT * active + NORM_CHANNEL * _channels(shape)
 
 
 def outside_blocks(shape: ConvShape) -> float:

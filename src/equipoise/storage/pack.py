@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, cast
@@ -120,9 +121,10 @@ class BlockedForward(Shortcut):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module, self._choice, self.dtype)
 
-    def pays(self, images: int) -> bool:
+    def pays(self, x: Tensor) -> bool:
         """Blocks are padded to 16 images, 32 in bfloat16, which may cost more than the layout saves."""
-        return self._choice.time * padding(images, lanes(self._stored(images))) <= 1
+        images = x.shape[0]
+        return self._choice.pays(images, math.prod(x.shape[2:]), padding(images, lanes(self._stored(images))))
 
     def _stored(self, images: int) -> torch.dtype:
         """Type of the activations of a batch: half of a block of bfloat16 is padding if float32 needs one block too."""

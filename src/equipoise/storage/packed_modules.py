@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -97,7 +97,7 @@ class PackedLayer(nn.Module):
         # versions of tensors, aliases that keep their memory from other tensors, and what was found for them
         self._checked: tuple[Versions, Tensor, Tensor] | None = None
         self._kept: tuple[Versions, tuple[Tensor, Tensor], Tensor] | None = None
-        self._dense_for: dict[tuple[torch.Size, int], bool] = {}  # by shape of a plain input and active weights
+        self._dense_for: dict[Hashable, bool] = {}  # by the shapes of a plain input and of the values
 
     @property
     def of_patches(self) -> ConvShape | None:
@@ -188,7 +188,9 @@ class PackedLayer(nn.Module):
 
     def dense_alone(self, images: int = LANES) -> bool:
         """Return whether torch's dense operation is faster between plain tensors, for a batch of `images`."""
-        return not layer_cost.is_small(self.shape) and self.time_alone(images) > layer_cost.dense(self.shape)
+        active, small = self.index.numel(), layer_cost.is_small(self.shape)
+        without_zeros = active == self.shape.weight_numel
+        return without_zeros or (not small and self.time_alone(images) > layer_cost.dense(self.shape))
 
     def _runs_dense(self, x: Tensor) -> bool:
         """Return whether torch's dense operation is faster for a plain input, which is checked for either kernel.
@@ -198,21 +200,29 @@ class PackedLayer(nn.Module):
         """
         if not library.available():
             return True
+        traced = torch.compiler.is_compiling() or type(x) is not Tensor  # such as tensors whose sizes are symbols
+        key = None if traced else (x.shape, x.dtype, x.is_cpu, x.layout, *self._kind_of_values())
+        found = self._dense_for.get(key)
+        if found is not None:
+            return found  # such an input has been checked
         self._check(x)
         self.check_values()
-        if torch.compiler.is_exporting():
-            return self.dense_alone()  # an exported program takes batches of any size
-        if torch.compiler.is_compiling() or type(x) is not Tensor:  # such as tensors whose sizes are symbols
-            return self.dense_alone(x.shape[0])
-        key = x.shape, self.values.shape[0]
-        found = self._dense_for.get(key)
-        if found is None:
+        if key is None:
+            # an exported program takes batches of any size
+            return self.dense_alone() if torch.compiler.is_exporting() else self.dense_alone(x.shape[0])
+        found = self.estimate_dense(x.shape)
+        if x.dtype is torch.float32:  # others depend on autocast
             if len(self._dense_for) >= MOST_SHAPES:
                 self._dense_for.clear()
-            found = self._dense_for[key] = self._estimate_dense(x.shape)
+            self._dense_for[key] = found
         return found
 
-    def _estimate_dense(self, size: torch.Size) -> bool:
+    def _kind_of_values(self) -> tuple[Hashable, ...]:
+        """All of the values and indices that `check_values` looks at."""
+        values = self.values  # looked up once: a parameter is not an attribute
+        return values.shape, values.dtype, values.is_cpu, self.index.shape
+
+    def estimate_dense(self, size: torch.Size) -> bool:
         """Estimate whether torch's dense operation is faster for a plain input of this size, with fixed costs."""
         vectors, active = self._vectors(size), self.values.numel()
         sparse = vectors * self.time_alone(size[0]) + layer_cost.sparse_call(active, self._on_tokens)
@@ -360,9 +370,9 @@ class PackedConv2d(PackedLayer):
 
     def forward(self, x: Tensor | Blocked, border: Border = NO_BORDER) -> Tensor | Blocked:
         shape = self.of_patches
-        if isinstance(x, Blocked) or shape is None or self._runs_dense(x):
+        if isinstance(x, Blocked) or shape is None:
             return super().forward(x, border)
-        return self._run_patches(as_float32(x), shape)
+        return self.dense_forward(x) if self._runs_dense(x) else self._run_patches(as_float32(x), shape)
 
     def _run_patches(self, x: Tensor, shape: ConvShape) -> Tensor:
         """The layer on a plain tensor, as a linear layer on its patches: no layout but torch's is needed."""

@@ -69,8 +69,8 @@ class Shortcut:
         """
         raise NotImplementedError
 
-    def pays(self, images: int) -> bool:
-        """Whether the shortcut is faster for a batch of `images`."""
+    def pays(self, x: Tensor) -> bool:
+        """Whether the shortcut is faster for a batch."""
         return True
 
     def is_current(self, plan: Plan) -> bool:
@@ -86,7 +86,7 @@ class Shortcut:
         if self._differs or kwargs or len(args) != 1 or not _is_batch(args[0]) or self._is_special():
             return self.original(*args, **kwargs)
         x: Tensor = args[0]
-        if not self.pays(x.shape[0]):
+        if not self.pays(x):
             return self.original(x)
         if torch.compiler.is_compiling():
             return compiled.call(self.module, self._key, x)

@@ -375,7 +375,7 @@ def test_a_convolution_of_patches_is_that_of_torch(
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
-ESTIMATE = PackedLayer._estimate_dense  # before the fixture of all tests replaces it
+ESTIMATE = PackedLayer.estimate_dense  # before the fixture of all tests replaces it
 
 
 @pytest.mark.skipif(not library.available(), reason=library.reason())
@@ -383,7 +383,7 @@ ESTIMATE = PackedLayer._estimate_dense  # before the fixture of all tests replac
 def test_a_small_batch_of_a_small_layer_runs_dense(
     tokens: int, runs_dense: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PackedLayer, "_estimate_dense", ESTIMATE)
+    monkeypatch.setattr(PackedLayer, "estimate_dense", ESTIMATE)
     torch.manual_seed(0)
     dense = nn.Linear(128, 128)
     mask = torch.rand(dense.weight.shape) < 0.05
@@ -422,7 +422,7 @@ def test_both_kernels_refuse_the_same_inputs(
     layer: nn.Module, x: Tensor, dense: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which one runs depends on the batch, so that a model would else refuse an input or not by its size."""
-    monkeypatch.setattr(PackedLayer, "_estimate_dense", lambda *_: dense)
+    monkeypatch.setattr(PackedLayer, "estimate_dense", lambda *_: dense)
     mine = packed(layer, torch.ones_like(layer.get_parameter("weight")).tril() > 0)
     assert mine is not None
     with pytest.raises(UserError):
