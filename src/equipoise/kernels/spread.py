@@ -36,19 +36,24 @@ def spread(values: Tensor, index: Tensor, shape: Sequence[int], channels_last: b
     if index.numel() == size and not (channels_last and index.dtype is torch.int32):  # ascending indices of all
         return values.view(shape)
     if index.dtype is torch.int64:
-        return values.new_zeros(size).index_copy_(0, index, values).view(shape)
+        return spread_by_torch(values, index, shape)
     return _Spread.apply(values, index, shape, channels_last)
+
+
+def spread_by_torch(values: Tensor, index: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return what `spread` returns, by operations that compilers know, for any number of values."""
+    return values.new_zeros(math.prod(shape)).index_copy_(0, index.long(), values).view(shape)
 
 
 def _with_kernel(tensor: Tensor, index: Tensor) -> bool:
     """Whether the kernel can compute with a tensor; torch's own operations take all others."""
     plain = type(index) is Tensor and tensor.dtype is torch.float32 and tensor.is_cpu and index.dtype is torch.int32
-    return plain and library.available() and not torch.compiler.is_compiling()
+    return plain and library.available()
 
 
 def _spread(values: Tensor, index: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
     if not _with_kernel(values, index):
-        return values.new_zeros(math.prod(shape)).scatter_(0, index.long(), values).view(shape)
+        return spread_by_torch(values, index, shape)
     dense = _empty(shape, channels_last)
     _call("eq_spread", index.contiguous(), values.resolve_neg().contiguous(), dense)
     return dense

@@ -19,7 +19,7 @@ from equipoise.kernels.geometry import NO_BORDER, Border, ConvShape
 from equipoise.kernels.library import LANES
 from equipoise.kernels.linear import linear
 from equipoise.kernels.plain_conv import conv
-from equipoise.kernels.spread import for_spread, is_channels_last, spread
+from equipoise.kernels.spread import for_spread, is_channels_last, spread, spread_by_torch
 from equipoise.kernels.taps import Pattern, check_index, pattern_of
 from equipoise.storage import layer_cost
 from equipoise.storage.sparse_weight import is_cleared
@@ -120,14 +120,15 @@ class PackedLayer(nn.Module):
         return self._weight(channels_last=False)
 
     def _weight(self, channels_last: bool) -> Tensor:
-        weight = spread(self.values, self._checked_index(), self.weight_shape, channels_last)
+        if torch.compiler.is_compiling() or type(self.index) is not Tensor:  # such as tensors without memory
+            weight = spread_by_torch(self.values, self.index, self.weight_shape)
+        else:
+            weight = spread(self.values, self._checked_index(), self.weight_shape, channels_last)
         probe = self._active_probe()
         return weight if probe is None else weight + probe
 
     def _checked_index(self) -> Tensor:
         """The indices for `spread`; those that the weight does not have are refused. The last ones are remembered."""
-        if torch.compiler.is_compiling() or type(self.index) is not Tensor:  # such as tensors without memory
-            return self.index  # compiled code checks bounds when it writes
         versions = _versions(self.index)
         if versions is None or self._checked is None or self._checked[0] != versions:
             check_index(self.index, math.prod(self.weight_shape))

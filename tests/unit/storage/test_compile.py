@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from equipoise.deploy.frozen import freeze
 from equipoise.kernels import library
 from equipoise.storage.pack import blocked_modules
 from equipoise.storage.packed_modules import PackedLayer
+from equipoise.topology import GMP
+from equipoise.topology.packing import pack
 from sparse_helpers import convolutions, linear, packed_model, sequences
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason())
@@ -190,3 +193,25 @@ def test_the_default_compiler_gives_the_same_numbers(name: str) -> None:
     wanted = outcome(model, model, x)
     for found, value in zip(outcome(torch.compile(model, fullgraph=True), model, x), wanted, strict=True):
         torch.testing.assert_close(found, value)
+
+
+def test_changing_numbers_of_weights_need_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the settings that docs/guides/cpu.md names; torch else compiles for every number of active weights."""
+    for name in ("force_parameter_static_shapes", "force_nn_module_property_static_shapes"):
+        monkeypatch.setattr(torch._dynamo.config, name, False)
+    torch.manual_seed(0)
+    algorithm = GMP(sparsity=0.9, every=1)
+    model = pack(nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8)), algorithm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    topology = algorithm.attach(model, optimizer, total_steps=20)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    x, counts = torch.randn(40, 24), set()
+    for _ in range(20):
+        torch.testing.assert_close(compiled(x), model(x))
+        compiled(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.add(sum(layer.active for layer in topology.layers))
+    assert len(counts) > 10
+    assert counter.frame_count <= 4
