@@ -171,11 +171,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 @figure
-def storage_table() -> str:
-    """Accuracy by epoch of the study `storage`."""
+def three_epochs(name: str, *arms: str) -> str:
+    """Accuracy by epoch of all runs of a study of three epochs."""
     columns = [(0, "plain"), (0, "ema"), (1, "plain"), (1, "ema"), (2, "plain"), (2, "bn_recalibrated"), (2, "ema")]
     head = [
-        "storage, seed",
+        "run, seed",
         "epoch 1: plain",
         "ema",
         "epoch 2: plain",
@@ -186,8 +186,8 @@ def storage_table() -> str:
     ]
     rows = [
         [f"{arm}, {run.seed}", *(f"{100 * run.epochs[epoch].scores[score]:.2f}" for epoch, score in columns)]
-        for arm in ("masked", "packed")
-        for run in study("storage").results[arm]
+        for arm in arms
+        for run in study(name).results[arm]
     ]
     return table(head, rows)
 
