@@ -18,9 +18,10 @@ from equipoise.kernels.library import available
 from equipoise.kernels.steps import Batch, plan
 from equipoise.storage.bf16_attention import replace_calls
 from equipoise.storage.blocked_graph import BLOCKED, blocked_graph
+from equipoise.storage.blocked_norm import BlockedBatchNorm
 from equipoise.storage.choice import dense_layers
 from equipoise.storage.pack import packed_dtype, use_blocked_norms
-from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
+from equipoise.storage.packed_modules import PackedLayer
 from equipoise.storage.shortcut import Plan, Run, Shortcut
 from equipoise.storage.trace import Reading, read
 

@@ -15,7 +15,8 @@ from equipoise.kernels.geometry import NO_BORDER
 from equipoise.kernels.planes import Planes
 from equipoise.kernels.pool import Pool
 from equipoise.kernels.steps import Batch, KernelSteps
-from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
+from equipoise.storage.blocked_norm import BlockedBatchNorm
+from equipoise.storage.packed_modules import PackedLayer
 
 # Options of a pass over planes that each operation stands for
 POINTWISE: dict[Any, dict[str, Any]] = {

@@ -13,7 +13,8 @@ from torch.fx import Node
 
 from equipoise.kernels import operators
 from equipoise.kernels.blocked import from_blocked, to_blocked
-from equipoise.storage.packed_modules import BlockedBatchNorm, PackedConv1d, PackedConv2d, PackedLayer
+from equipoise.storage.blocked_norm import BlockedBatchNorm
+from equipoise.storage.packed_modules import PackedConv1d, PackedConv2d, PackedLayer
 
 RELU = {F.relu, torch.relu, torch.relu_, "relu", "relu_"}
 ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}

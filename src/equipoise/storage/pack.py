@@ -18,17 +18,11 @@ from equipoise.kernels.boundary import lanes
 from equipoise.kernels.library import LANES, available
 from equipoise.storage.bf16_attention import has_bf16_attention, replace_calls, use_bf16_attention
 from equipoise.storage.blocked_graph import blocked_graph
+from equipoise.storage.blocked_norm import BLOCKED_NORMS, BlockedBatchNorm
 from equipoise.storage.choice import Choice, choose
 from equipoise.storage.layer_cost import padding
 from equipoise.storage.packed_attention import PROJECTIONS, PackedAttention, is_attention
-from equipoise.storage.packed_modules import (
-    BLOCKED_NORMS,
-    BlockedBatchNorm,
-    PackedLayer,
-    no_kernel,
-    packed,
-    weight_name,
-)
+from equipoise.storage.packed_modules import PackedLayer, no_kernel, packed, weight_name
 from equipoise.storage.packed_other import PackedOther
 from equipoise.storage.shortcut import Run, Shortcut
 from equipoise.storage.trace import Reading, is_leaf, read

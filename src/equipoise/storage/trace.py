@@ -27,7 +27,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd
 
-from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer
+from equipoise.storage.blocked_norm import BlockedBatchNorm
+from equipoise.storage.packed_modules import PackedLayer
 
 # Modules and calls that always return a new tensor, unless they work in place
 FRESH_MODULES = (

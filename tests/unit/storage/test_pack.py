@@ -18,8 +18,9 @@ from equipoise.errors import UserError
 from equipoise.kernels import library, operators
 from equipoise.models.resnet import resnet18
 from equipoise.models.vgg import vgg_c
+from equipoise.storage.blocked_norm import BlockedBatchNorm
 from equipoise.storage.pack import blocked_modules, describe, unpack
-from equipoise.storage.packed_modules import BlockedBatchNorm, PackedConv2d, PackedLayer, packed
+from equipoise.storage.packed_modules import PackedConv2d, PackedLayer, packed
 from equipoise.topology.packing import pack
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=library.reason())

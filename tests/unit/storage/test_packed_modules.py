@@ -13,8 +13,9 @@ from equipoise.deploy.frozen import freeze
 from equipoise.errors import UserError
 from equipoise.kernels import library
 from equipoise.kernels.blocked import to_blocked
+from equipoise.storage.blocked_norm import BlockedBatchNorm
 from equipoise.storage.pack import unpack
-from equipoise.storage.packed_modules import BlockedBatchNorm, PackedLayer, packed
+from equipoise.storage.packed_modules import PackedLayer, packed
 from equipoise.topology import SET
 from equipoise.topology.packing import pack, why_not
 from sparse_helpers import convolutions, linear, packed_model

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
-
-@pytest.fixture(scope="module")
-def cpu() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_cpu", Path(__file__).parents[2] / "bench" / "cpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["bench_cpu"] = importlib.util.module_from_spec(spec)  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
+import cpu
 
 
-def test_the_rivals_are_all_forms_of_the_dense_model(cpu: ModuleType) -> None:
+def test_the_rivals_are_all_forms_of_the_dense_model() -> None:
     assert len({str(form) for form in cpu.DENSE}) == 8
     eager = [form for form in cpu.DENSE if form.mode == "eager"]
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 10)), torch.rand(2, 3, 6, 6)
@@ -34,7 +23,7 @@ def test_the_rivals_are_all_forms_of_the_dense_model(cpu: ModuleType) -> None:
     assert measured["milliseconds"].keys() == found.rivals.keys()
 
 
-def test_ratios_are_against_the_best_float32_and_the_best_of_all(cpu: ModuleType) -> None:
+def test_ratios_are_against_the_best_float32_and_the_best_of_all() -> None:
     times = {
         "dense float32, NCHW, eager": 12.0,
         "dense float32, channels_last, compile": 8.0,
@@ -48,9 +37,7 @@ def test_ratios_are_against_the_best_float32_and_the_best_of_all(cpu: ModuleType
     assert lines[6] == "| onnxruntime, dense float32 | 1.0 | 8.00 × | 4.00 × |"
 
 
-def test_a_run_replaces_the_results_of_its_sections(
-    cpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_replaces_the_results_of_its_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "RESULTS", tmp_path / "results" / "cpu.json")
     monkeypatch.setattr(cpu, "PAGE", tmp_path / "page.md")
     (tmp_path / "page.md").write_text("before\n\n<!-- cpu -->\nold\n<!-- /cpu -->\nafter\n")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "gpu_compare.py"
+SCRIPT = Path(__file__).parents[3] / "bench" / "gpu_compare.py"
 # Stands for bench/gpu.py of a checkout whose n-th epoch takes n * UNIT seconds.
 GPU = """
 from datetime import datetime
