@@ -2,13 +2,14 @@
 
     PYTHONPATH=src python bench/cpu_accuracy.py --data FOLDER --out FILE --arm sparse 8 --arm float32 3 --arm bf16 3
 
-An arm is `sparse`, `float32` or `bf16`, a number of epochs, and overrides of the recipe, such as
-`topology.initial_sparsity=0.95`. Sparse arms run `vgg_c-fast`. Dense arms are a plain PyTorch loop on a channels_last
-model with a fused optimizer and the same data and schedule, so that the rival is not slowed down by ours. Each arm has
-a process of its own, models are scored after the last epoch only, and every result is appended to FILE at once.
-`seconds` are those of the steps, `process` those of the whole process, with start-up and the evaluation; only
-`processor_seconds` do not grow if other programs share the cores. `--steps N` stops each arm after N steps: times
-without an accuracy, from which `steps_per_epoch` gives those of the whole training. tools/cpu_times.py reads FILE.
+An arm is `sparse`, `published`, `float32` or `bf16`, a number of epochs, and overrides of the recipe, such as
+`topology.initial_sparsity=0.95`. Sparse arms run `vgg_c-fast`, published ones `vgg_c-set-itop`, both packed. Dense arms
+are a plain PyTorch loop on a channels_last model with a fused optimizer and the same data and schedule, so that the
+rival is not slowed down by ours. Each arm has a process of its own, models are scored after the last epoch only, and
+every result is appended to FILE at once. `seconds` are those of the steps, `process` those of the whole process, with
+start-up and the evaluation; only `processor_seconds` do not grow if other programs share the cores. `--steps N` stops
+each arm after N steps: times without an accuracy, from which `steps_per_epoch` gives those of the whole training.
+tools/cpu_times.py reads FILE.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from equipoise.training.precision import autocast
 from equipoise.world import ALONE
 
 CPU = torch.device("cpu")
+SPARSE = {"sparse": "vgg_c-fast", "published": "vgg_c-set-itop"}  # recipes
 
 
 class Enough(Exception):
@@ -120,12 +122,12 @@ def train_dense(recipe: Recipe, clock: Clock) -> float:
 def child(words: list[str], steps: int) -> dict[str, Any]:
     """Train one arm."""
     kind, epochs, *overrides = words
-    own = ["storage=packed"] if kind == "sparse" else ["topology=dense", f"precision={kind}"]
+    own = ["storage=packed"] if kind in SPARSE else ["topology=dense", f"precision={kind}"]
     overrides = [*own, "device=cpu", f"epochs={epochs}", *overrides]
-    recipe = make_recipe(apply_overrides(read_recipe("vgg_c-fast"), overrides))
+    recipe = make_recipe(apply_overrides(read_recipe(SPARSE.get(kind, "vgg_c-fast")), overrides))
     clock, accuracy = Clock(steps), None
     with contextlib.suppress(Enough):
-        accuracy = (train_sparse if kind == "sparse" else train_dense)(recipe, clock)
+        accuracy = (train_sparse if kind in SPARSE else train_dense)(recipe, clock)
     return {
         "accuracy": accuracy,
         "steps": clock.steps - 1,

@@ -40,6 +40,7 @@ OURS = "ours: fast recipe, 99 % sparse"
 FAMILIES = {"dense": "dense", "SET-ITOP published": "SET-ITOP as in the paper, 99 % sparse", "fast": OURS}
 OURS_BF16 = "ours, bf16 activations, 99 % sparse"
 KINDS = {"float32": "dense, float32", "bf16": "dense, bf16", "sparse": OURS, "sparse bf16": OURS_BF16}
+KINDS |= dict.fromkeys(("published", "published bf16"), FAMILIES["SET-ITOP published"] + ", packed")
 SHORT = {
     **{name: name.split(" as in")[0] for name in (*FAMILIES.values(), *KINDS.values())},
     OURS: "ours",
@@ -47,7 +48,12 @@ SHORT = {
 }
 GPU = "one H200"
 LOOKS = {OURS: (COLOURS[0], "o"), OURS_BF16: (COLOURS[2], "v"), FAMILIES["SET-ITOP published"]: (COLOURS[1], "s")}
-LOOKS |= {"dense": (COLOURS[6], "D"), KINDS["float32"]: (COLOURS[6], "D"), KINDS["bf16"]: (COLOURS[6], "^")}
+LOOKS |= {
+    KINDS["published"]: (COLOURS[1], "s"),
+    "dense": (COLOURS[6], "D"),
+    KINDS["float32"]: (COLOURS[6], "D"),
+    KINDS["bf16"]: (COLOURS[6], "^"),
+}
 
 
 class Point(NamedTuple):
@@ -108,14 +114,14 @@ def seconds_of(results: Sequence[Result]) -> list[float]:
     return [seconds for result in results if (seconds := result.epochs[-1].seconds) is not None]
 
 
-def on_cpu() -> cpu_times.Measured:
-    """Return what bench/cpu_accuracy.py measured, with the accuracies of dense budgets on a GPU."""
-    dense = {
-        epochs: [100 * result.test["plain"] for result in results]
-        for (arm, epochs), results in budgets().items()
-        if arm == "dense"
-    }
-    return cpu_times.read(BENCH / "cpu_accuracy.jsonl", dense)
+def on_cpu(file: str = "cpu_accuracy.jsonl") -> cpu_times.Measured:
+    """Return what bench/cpu_accuracy.py measured, with the accuracies of the same trainings on a GPU."""
+    kinds = {"dense": ("bf16", "float32"), "SET-ITOP published": ("published", "published bf16")}
+    found: dict[str, dict[int, list[float]]] = {}
+    for (arm, epochs), results in budgets().items():
+        for kind in kinds.get(arm, ()):
+            found.setdefault(kind, {})[epochs] = [100 * result.test["plain"] for result in results]
+    return cpu_times.read(BENCH / file, found)
 
 
 def cpu_points() -> tuple[str, Panel]:
@@ -167,7 +173,8 @@ def draw_time_to_accuracy(panels: dict[str, Panel], path: Path, digest: str) -> 
             if finding and place == GPU:
                 told += f"\n{fastest(panel, unit)}"
             elif place != GPU and any(arm.on_gpu for arm in on_cpu().arms):
-                told += "\ndense: steps timed here, accuracy of the same training on a GPU"
+                others = " and SET-ITOP" if on_cpu().of("published", "published bf16") else ""
+                told += f"\ndense{others}: steps timed here, accuracy of the same training on a GPU"
             axis.set_title(told)
             axis.set_xlabel(f"{words} of training steps, without start-up")
             axis.set_xlim(left=0, right=1.04 * max(point.time for points in panel.values() for point in points))

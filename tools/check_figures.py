@@ -539,10 +539,11 @@ def slowest_in_turns() -> str:
 
 
 @figure
-def cpu_table() -> str:
+def cpu_table(file: str = "cpu_accuracy.jsonl") -> str:
     """Accuracy and minutes of the arms of bench/cpu_accuracy.py, and how to read them."""
-    told = cpu_times.explanation(charts.on_cpu())
-    return f"\n{cpu_times.table(charts.on_cpu())}\n{told and f'{chr(10)}{told}{chr(10)}'}"
+    measured = charts.on_cpu(file)
+    told = cpu_times.explanation(measured)
+    return f"\n{cpu_times.table(measured)}\n{told and f'{chr(10)}{told}{chr(10)}'}"
 
 
 @figure

@@ -2,8 +2,8 @@
 
 Arms with overrides of the recipe other than `precision=bf16` are left out, and so are arms on fewer cores if there are
 some on more. Arms that were stopped after some steps have no accuracy of their own; their time is that of a step times
-the steps of the whole training. Dense training that was only timed has the accuracies of the same training on a GPU, at
-every number of epochs that was run there.
+the steps of the whole training. Training that was only timed has the accuracies of the same training on a GPU, at every
+number of epochs that was run there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ NAMES = {
     "sparse bf16": "sparse, 99 %, bf16 activations",
     "bf16": "dense, bf16",
     "float32": "dense, float32",
+    "published": "SET-ITOP as published, 99 %, packed",
+    "published bf16": "SET-ITOP as published, 99 %, packed, bf16 activations",
 }
 ARM = re.compile(r"(\w+),? (\d+)(?:, precision=(bf16))?")
 Line = dict[str, Any]
@@ -71,12 +73,12 @@ class Measured(NamedTuple):
         return [arm for arm in self.arms if arm.kind in kinds]
 
 
-def read(file: Path, dense: Mapping[int, Sequence[float]] | None = None) -> Measured:
+def read(file: Path, on_gpu: Mapping[str, Mapping[int, Sequence[float]]] | None = None) -> Measured:
     """Read a file of bench/cpu_accuracy.py; no arms if it does not exist.
 
     Args:
         file: The file.
-        dense: Accuracies in percent that dense training reached on a GPU, in bf16, by number of epochs.
+        on_gpu: Accuracies in percent that the same training reached on a GPU, by kind and number of epochs.
     """
     lines: list[Line] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     threads = max((line.get("threads", 2) for line in lines), default=2)
@@ -105,10 +107,10 @@ def read(file: Path, dense: Mapping[int, Sequence[float]] | None = None) -> Meas
             if run.get("steps") and steps
         )
     own = {key for key, runs in scored.items() if not runs}
-    on_gpu = {(kind, epochs) for kind in ("bf16", "float32") for epochs in dense or {}}
-    for kind, epochs in (own | on_gpu) - {(arm.kind, arm.epochs) for arm in arms}:
+    elsewhere = {(kind, epochs) for kind, budgets in (on_gpu or {}).items() for epochs in budgets}
+    for kind, epochs in (own | elsewhere) - {(arm.kind, arm.epochs) for arm in arms}:
         if times := [epochs * each for each in timed.get(kind, [])]:
-            accuracies = tuple((dense or {}).get(epochs, ()))
+            accuracies = tuple((on_gpu or {}).get(kind, {}).get(epochs, ()))
             arms.append(Arm(kind, epochs, accuracies, tuple(times), None, bool(accuracies)))
     order, processor = list(NAMES), next((line["cpu"] for line in lines if "cpu" in line), "")
     return Measured(
@@ -180,7 +182,7 @@ def table(measured: Measured) -> str:
     epochs = {arm.epochs for arm in compared if arm is not None}
     body = []
     for arm in measured.arms:
-        if arm not in sparse and epochs and arm.epochs not in epochs:
+        if arm.kind in ("bf16", "float32") and epochs and arm.epochs not in epochs:
             continue
         spread = f" ± {statistics.stdev(arm.accuracies):.1f}" if len(arm.accuracies) > 1 else ""
         told = "not scored" if arm.accuracy is None else f"{arm.accuracy:.1f}{spread}"
@@ -252,9 +254,10 @@ def explanation(measured: Measured) -> str:
         clock,
     ]
     if any(arm.on_gpu for arm in measured.arms):
+        others = " and SET-ITOP were" if measured.of("published", "published bf16") else " was"
         told.append(
-            "Dense training was stopped after some steps: its time is that of a step times the number of steps, and "
-            "its accuracy is that of the same training on a GPU, in bf16."
+            f"Dense training{others} stopped after some steps: the time is that of a step times the number of steps, "
+            "and the accuracy is that of the same training on a GPU, in bf16."
         )
     elif found.float32 is not None and not any(arm.accuracies for arm in measured.of("float32")):
         told.append(

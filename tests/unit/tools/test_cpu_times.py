@@ -33,6 +33,10 @@ def read(file: Path, *lines: dict[str, Any]) -> cpu_times.Measured:
     return cpu_times.read(file)
 
 
+def on_gpu(dense: dict[int, list[float]]) -> dict[str, dict[int, list[float]]]:
+    return {"bf16": dense, "float32": dense}
+
+
 RUNS = (
     run("sparse, 5", 0.79, 60),
     run("sparse, 10", 0.85, 60),
@@ -120,7 +124,7 @@ def test_on_shared_cores_minutes_are_processor_time(file: Path) -> None:
 def test_dense_training_that_was_only_timed_has_the_accuracy_of_a_gpu(file: Path) -> None:
     lines = (run("sparse, 15", 0.875, 60), run("bf16, 8", None, 240), run("float32, 8", None, 480))
     file.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    measured = cpu_times.read(file, {8: [87.0, 87.8], 12: [90.0]})
+    measured = cpu_times.read(file, on_gpu({8: [87.0, 87.8], 12: [90.0]}))
     found = cpu_times.compare(measured)
     assert found is not None
     assert found.bf16 is not None
@@ -141,10 +145,23 @@ def test_an_accuracy_that_no_dense_training_reaches_has_no_factor(file: Path) ->
 def test_dense_training_of_every_length_on_a_gpu_is_compared_with_by_the_time_of_a_step(file: Path) -> None:
     lines = (run("sparse, 9", 0.85, 60), run("bf16, 8", None, 240), run("float32, 8", None, 480))
     read(file, *lines)
-    measured = cpu_times.read(file, {6: [84.0], 7: [86.0, 87.0], 8: [88.0]})
+    measured = cpu_times.read(file, on_gpu({6: [84.0], 7: [86.0, 87.0], 8: [88.0]}))
     assert [(arm.epochs, arm.minutes) for arm in measured.of("bf16")] == [(6, 24), (7, 28), (8, 32)]
     assert cpu_times.table(measured).splitlines()[2:] == [
         "| sparse, 99 % | 9 | 85.0 | 1 | 9.0 | 10.0 | 6.2 × | 3.1 × |",
         "| dense, bf16 | 7 | 86.5 ± 0.7 | 2 | 28.0 |  | 2.0 × | 1.0 × |",
         "| dense, float32 | 7 | 86.5 ± 0.7 | 2 | 56.0 |  | 1.0 × | 0.5 × |",
     ]
+
+
+def test_the_published_recipe_stands_next_to_ours_with_its_accuracy_on_a_gpu(file: Path) -> None:
+    lines = (*RUNS, run("published, 50, precision=bf16", None, 30))
+    read(file, *lines)
+    measured = cpu_times.read(file, {"published bf16": {50: [84.5, 85.5]}})
+    assert cpu_times.table(measured).splitlines()[-1] == (
+        "| SET-ITOP as published, 99 %, packed, bf16 activations | 50 | 85.0 ± 0.7 | 2 | 25.0 |  | 1.9 × | 1.0 × |"
+    )
+    found = cpu_times.compare(measured)
+    assert found is not None
+    assert found.ours.kind == "sparse"
+    assert "Dense training and SET-ITOP were stopped" in cpu_times.explanation(measured)
