@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from equipoise.config import shown
 from equipoise.errors import UserError
+
+MOST_THREADS = 1024  # OpenMP crashes the process if the system cannot start as many as it is asked for
 
 
 def require_whole(least: int = 1, **values: object) -> None:
@@ -18,6 +21,16 @@ def require_whole(least: int = 1, **values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UserError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def require_threads(threads: int) -> None:
+    """Raise unless OpenMP can be asked for this number of threads.
+
+    Raises:
+        UserError: If it is not a whole number from 1 to `MOST_THREADS`.
+    """
+    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= MOST_THREADS:
+        raise UserError(f"threads={shown(threads)} must be a whole number from 1 to {MOST_THREADS}")
 
 
 def require_precision(precision: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from equipoise.checks import MOST_THREADS
 from equipoise.cli.common import AllowCode, Best, Run, console, import_approved, open_run
 from equipoise.errors import UserError
 
@@ -73,7 +74,9 @@ def bench(
         str, typer.Option(help="For a file of equipoise.save: the shape of an input, such as 3x32x32.")
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each runtime; the median is printed.")] = 15,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Number of threads. Default: torch's.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="Number of threads. Default: torch's.")
+    ] = None,
     allow_code: AllowCode = False,
 ) -> None:
     """Compare the size and speed of an exported file with dense PyTorch and onnxruntime."""

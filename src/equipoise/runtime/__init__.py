@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from equipoise.checks import require_precision
+from equipoise.checks import require_precision, require_threads
 from equipoise.config import build, convert
 from equipoise.errors import UserError
 from equipoise.kernels import library
@@ -28,7 +28,7 @@ def load(path: str | os.PathLike[str], threads: int | None = None, precision: st
 
     Args:
         path: A file that `equipoise export` wrote.
-        threads: Number of threads; by default as many as OpenMP would use, and 1 without libgomp.
+        threads: Number of threads, at most 1024; by default as many as OpenMP would use, and 1 without libgomp.
         precision: `bf16` stores activations between layers in bfloat16, in batches of more than 16 images. Sums are
             float32, and so is the output.
 
@@ -38,8 +38,11 @@ def load(path: str | os.PathLike[str], threads: int | None = None, precision: st
 
     Raises:
         UserError: If the file is missing, damaged, was written without a program, or would take too much memory, or if
-            the kernels are not available, or there is no such precision.
+            the kernels are not available, or there is no such precision or number of threads.
     """
+    if threads is not None:
+        require_threads(threads)
+    require_precision(precision)
     file = Path(path)
     header, tensors = read_arrays(file)
     if header.get("program") is None:
@@ -49,9 +52,6 @@ def load(path: str | os.PathLike[str], threads: int | None = None, precision: st
         )
     if not library.available():
         raise UserError(f"the CPU kernels are not available: {library.reason()}")
-    if threads is not None and threads < 1:
-        raise UserError(f"threads={threads}: at least 1")
-    require_precision(precision)
     try:
         calls = build(Calls, convert(header["program"], dict[str, Any], "program"), "program")
         calls.check()

@@ -258,11 +258,19 @@ def test_files_that_are_none(small: Path, tmp_path: Path) -> None:
     refused("export it again", lambda: load(tmp_path / "old"))
     assert equipoise.load(tmp_path / "old") is not None
     refused("of version 2", lambda: load(forge(small, tmp_path / "new", header={"version": 2})))
-    refused("threads=0", lambda: load(small, threads=0))
     whole = small.read_bytes()
     for content in (b"", b"hello", whole[:7], whole[:100], whole[: len(whole) // 2], whole[:-1], whole + b"\0"):
         (tmp_path / "bad").write_bytes(content)
         refused("damaged or not a packed network", lambda: load(tmp_path / "bad"))
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1025, 10**5, 10**9, True, 2.0, "a"])
+def test_numbers_of_threads_that_openmp_cannot_start(threads: Any, small: Path) -> None:
+    refused(f"threads={threads!r} must be a whole number from 1 to 1024", lambda: load(small, threads=threads))
+
+
+def test_a_number_of_threads_that_is_too_long_to_print(small: Path) -> None:
+    refused("must be a whole number from 1 to 1024", lambda: load(small, threads=10**5000))
 
 
 def test_every_flipped_bit_is_found(small: Path, tmp_path: Path) -> None:
