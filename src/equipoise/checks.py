@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from equipoise.config import shown
 from equipoise.errors import UserError
 
@@ -31,6 +34,22 @@ def require_threads(threads: int) -> None:
     """
     if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= MOST_THREADS:
         raise UserError(f"threads={shown(threads)} must be a whole number from 1 to {MOST_THREADS}")
+
+
+def kind_of(value: object) -> str:
+    """Name the type of a wrong argument, or the class that was given itself."""
+    return f"class, {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def as_path(path: object) -> Path:
+    """Return the path of a file.
+
+    Raises:
+        UserError: If it is neither text nor a path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(f'the path is a {kind_of(path)}; pass the name of a file, such as "net.safetensors"')
+    return Path(path)
 
 
 def require_precision(precision: str) -> None:

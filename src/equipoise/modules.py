@@ -9,6 +9,36 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from equipoise.checks import kind_of
+from equipoise.errors import UserError
+
+
+def require_model(call: str, model: object) -> None:
+    """Raise unless `model` is a module of torch.
+
+    Args:
+        call: The call that was given the model; the error message begins with it.
+        model: The argument.
+
+    Raises:
+        UserError: If it is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{call}: the model is a {kind_of(model)}; pass a torch.nn.Module")
+
+
+def require_values(name: str, weight: Tensor) -> None:
+    """Raise unless a weight has values.
+
+    Raises:
+        UserError: If it is on the meta device.
+    """
+    if weight.is_meta:
+        raise UserError(
+            f'"{name}" is on the meta device and has no values; call model.to_empty(device="cpu") and load its '
+            "state_dict first"
+        )
+
 
 @contextmanager
 def preserved_modes(model: nn.Module) -> Iterator[None]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.checks import require_whole
+from equipoise.checks import kind_of, require_whole
 from equipoise.correction.accumulated import Accumulated
 from equipoise.correction.batches import Batches, LossFunction, as_tuple
 from equipoise.correction.coefficient import Linear, Weight
@@ -26,9 +26,9 @@ from equipoise.correction.probe import Decision, decide
 from equipoise.correction.snapshot import RandomState, without_trace
 from equipoise.correction.state import copy_state, number
 from equipoise.errors import UserError
+from equipoise.modules import require_model
 from equipoise.shards import is_sharded
 from equipoise.topology import Algorithm, Topology
-from equipoise.topology.attach_checks import kind_of
 from equipoise.world import World
 
 
@@ -383,8 +383,7 @@ def _check_whole(model: nn.Module) -> None:
 def _check_arguments(estimator: Estimator, model: object, topology: object) -> None:
     """Refuse arguments of other kinds, such as swapped ones."""
     call = f"{type(estimator).__name__}().attach(model, topology)"
-    if not isinstance(model, nn.Module):
-        raise UserError(f"{call}: the model is a {kind_of(model)}")
+    require_model(call, model)
     if isinstance(topology, Algorithm):
         raise UserError(f"{call}: pass what {type(topology).__name__}(...).attach(model, optimizer) returned")
     if topology is not None and not isinstance(topology, Topology):

@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from equipoise.checks import as_path
 from equipoise.deploy.coding import VALUES, decode_all, encode
 from equipoise.deploy.packed_file import WEIGHTS, read_file, write_file, written
 from equipoise.errors import UserError
+from equipoise.modules import require_model
 from equipoise.runtime.packed_arrays import VERSION
 from equipoise.storage.pack import unpack
 from equipoise.topology.selection import unwrap
@@ -32,7 +34,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], values: str = "float32"
     Raises:
         UserError: If the file exists, cannot be written, or the model has values that are not finite.
     """
-    path = Path(path)
+    require_model("save(model, path)", model)
+    path = as_path(path)
     VALUES[values]
     if os.path.lexists(path) and not force:
         raise UserError(f"{path} exists; force=True overwrites it")
@@ -65,6 +68,7 @@ def read_custom(path: Path, model: nn.Module) -> nn.Module:
     Raises:
         UserError: If the file is damaged or belongs to another model.
     """
+    require_model("load(path, into=model)", model)
     _, tensors = read_file(path, WEIGHTS)
     new = copy.deepcopy(unwrap(model)).cpu()
     try:

@@ -16,6 +16,7 @@ from equipoise.kernels import boundary
 from equipoise.kernels.blocked import as_float32, from_blocked, to_blocked
 from equipoise.kernels.library import available
 from equipoise.kernels.steps import Batch, plan
+from equipoise.modules import require_model
 from equipoise.storage.bf16_attention import replace_calls
 from equipoise.storage.blocked_graph import BLOCKED, blocked_graph
 from equipoise.storage.blocked_norm import BlockedBatchNorm
@@ -38,6 +39,7 @@ def freeze(model: nn.Module) -> nn.Module:
         A copy of the model in eval mode. It runs on programs of kernel steps (`is_frozen`) if the kernels are available
         and the model stays in the blocked layout between its packed layers.
     """
+    require_model("freeze(model)", model)
     if is_frozen(model):
         return model
     dtype = packed_dtype(model)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from equipoise.checks import require_precision
+from equipoise.checks import as_path, require_precision
 from equipoise.deploy.custom import read_custom
 from equipoise.deploy.frozen import freeze, is_frozen
 from equipoise.deploy.packed_file import read_packed
@@ -47,11 +46,12 @@ def load(
         UserError: If the file is missing, damaged, or does not fit the model, or there is no such precision.
     """
     require_precision(precision)
+    path = as_path(path)
     if into is not None:
-        model = read_custom(Path(path), into)
+        model = read_custom(path, into)
         # in another layout a custom forward may fail (`view`), or change a flattened copy in place
         return model if dense else with_kernels(model, torch.preserve_format, precision)
-    found = read_packed(Path(path), allow_code)
+    found = read_packed(path, allow_code)
     if dense:
         network = found.model
     elif found.semi_structured:

@@ -9,10 +9,9 @@ scores = net(images)  # float32 (n, channels, height, width) in [0, 1]
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
-from equipoise.checks import require_precision, require_threads
+from equipoise.checks import as_path, require_precision, require_threads
 from equipoise.config import build, convert
 from equipoise.errors import UserError
 from equipoise.kernels import library
@@ -43,7 +42,7 @@ def load(path: str | os.PathLike[str], threads: int | None = None, precision: st
     if threads is not None:
         require_threads(threads)
     require_precision(precision)
-    file = Path(path)
+    file = as_path(path)
     header, tensors = read_arrays(file)
     if header.get("program") is None:
         raise UserError(

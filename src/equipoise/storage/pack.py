@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from equipoise.checks import require_precision
+from equipoise.checks import kind_of, require_precision
+from equipoise.config import shown
 from equipoise.errors import UserError
 from equipoise.kernels.boundary import lanes
 from equipoise.kernels.library import LANES, available
+from equipoise.modules import require_model, require_values
 from equipoise.storage.bf16_attention import has_bf16_attention, replace_calls, use_bf16_attention
 from equipoise.storage.blocked_graph import blocked_graph
 from equipoise.storage.blocked_norm import BLOCKED_NORMS, BlockedBatchNorm
@@ -43,6 +45,11 @@ def pack_masks(model: nn.Module, masks: Mapping[str, Tensor], precision: str = "
     """
     model = copy.deepcopy(model)
     for name, mask in masks.items():
+        if not isinstance(name, str) or not isinstance(mask, Tensor):
+            raise UserError(
+                f"the mask of {shown(name)} is a {kind_of(mask)}; pass boolean tensors by parameter name, such as "
+                '"features.0.weight"'
+            )
         pack_layer(model, name, mask)
     return add_shortcuts(model, precision)
 
@@ -156,6 +163,7 @@ def unpack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     Args:
         model: A packed model.
     """
+    require_model("unpack(model)", model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLayer)}
     state: dict[str, Tensor] = {}
     masks: dict[str, Tensor] = {}
@@ -176,6 +184,7 @@ def describe(model: nn.Module) -> dict[str, str]:
     Args:
         model: A packed model.
     """
+    require_model("describe(model)", model)
     return {name: layer.how() for name, layer in model.named_modules() if isinstance(layer, PackedLayer)}
 
 
@@ -185,6 +194,7 @@ def report(model: nn.Module) -> str:
     Args:
         model: A packed model.
     """
+    require_model("report(model)", model)
     rows = [("module", "shape", "sparsity", "runs")]
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLayer):
@@ -236,6 +246,7 @@ def pack_layer(
         )
     if (tied := tied_parameters(model, path)) is not None:
         raise UserError(f"cannot pack the model: {tied}")
+    require_values(name, cast(Tensor, getattr(layer, leaf)))
     parent = model.get_submodule(parent_path)
     if isinstance(layer, nn.MultiheadAttention):
         return PackedAttention.from_torch(layer).pack(leaf, mask, final, memory)

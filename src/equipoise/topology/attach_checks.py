@@ -10,7 +10,9 @@ from weakref import ReferenceType
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from equipoise.checks import kind_of
 from equipoise.errors import UserError
+from equipoise.modules import require_model
 from equipoise.shards import is_sharded
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm
@@ -31,18 +33,12 @@ def check_arguments(algorithm: Algorithm, model: object, optimizer: object) -> N
     call = f"{type(algorithm).__name__}().attach(model, optimizer)"
     if isinstance(model, Optimizer) and isinstance(optimizer, nn.Module):
         raise UserError(f"{call}: the model and the optimizer are swapped")
-    if not isinstance(model, nn.Module):
-        raise UserError(f"{call}: the model is a {kind_of(model)}")
+    require_model(call, model)
     if isinstance(optimizer, type):
         name = optimizer.__name__
         raise UserError(f"{call}: {name} is a class; pass an optimizer, such as {name}(model.parameters(), lr=0.1)")
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"{call}: the optimizer is a {kind_of(optimizer)}")
-
-
-def kind_of(value: object) -> str:
-    """Name the type of a wrong argument, or the class that was given itself."""
-    return f"class, {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def check_attaching(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import UserError
+from equipoise.modules import require_values
 from equipoise.seeds import derive
 from equipoise.shards import gather, is_sharded
 from equipoise.topology.algorithm import Algorithm
@@ -52,7 +53,7 @@ def plan_layers(algorithm: Algorithm, model: nn.Module) -> list[Planned]:
     if not any(final.values()):
         size = sum(weight.numel() for weight in chosen.values())
         raise UserError(f"none of the {size} chosen weights would be active; choose a lower sparsity or more weights")
-    kept = {name: _kept(algorithm, weight, initial[name]) for name, weight in chosen.items()}
+    kept = {name: _kept(algorithm, name, weight, initial[name]) for name, weight in chosen.items()}
     if algorithm.global_budget:
         initial = _all_nonzeros(initial, kept, sum(final.values()))
     generator = torch.Generator()  # on the CPU: the same initial mask on every device
@@ -96,10 +97,11 @@ def _units(
     return pattern.largest(score, budget, weight.shape)
 
 
-def _kept(algorithm: Algorithm, weight: Tensor, budget: int) -> Tensor | None:
+def _kept(algorithm: Algorithm, name: str, weight: Tensor, budget: int) -> Tensor | None:
     """Magnitudes by which the initial mask is chosen, as a vector on the CPU; `None` if it is random."""
     if algorithm.initial_mask == "random":
         return None
+    require_values(name, weight)
     weight = gather(weight, weight) if is_sharded(weight) else weight
     if algorithm.initial_mask == "largest":
         return weight.detach().abs().reshape(-1).cpu()

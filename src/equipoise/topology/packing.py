@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from equipoise.checks import kind_of
 from equipoise.errors import UserError
+from equipoise.modules import require_model
 from equipoise.storage import pack as storage
 from equipoise.storage.pack import add_shortcuts, cannot_pack, pack_layer, pack_masks, tied_parameters
 from equipoise.storage.packed import PackedWeight
@@ -21,6 +23,8 @@ from equipoise.topology.initial import plan_layers, warn_about_lost
 
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology
+
+CALL = "pack(model, what)"  # begins error messages
 
 
 def pack(
@@ -77,6 +81,14 @@ def pack(
 
 
 def _pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology, precision: str) -> nn.Module:
+    from equipoise.topology.topology import Topology  # here, because it imports this module
+
+    _check_model(model)
+    if not isinstance(what, Mapping | Algorithm | Topology):
+        raise UserError(
+            f"{CALL}: the second argument is a {kind_of(what)}; pass an algorithm such as eq.RigL(sparsity=0.9), an "
+            "attached topology, or boolean masks by parameter name"
+        )
     if isinstance(what, Mapping):
         return pack_masks(model, what, precision)
     if isinstance(what, Algorithm):
@@ -92,6 +104,15 @@ def _pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology, p
         for layer in what.layers:
             pack_layer(model, layer.name, layer.mask(), layer.final)
     return add_shortcuts(model, precision)
+
+
+def _check_model(model: object) -> None:
+    """Refuse models whose layers cannot be replaced, before they are copied."""
+    require_model(CALL, model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError(
+            f"{CALL}: the layers of a {type(model).__name__} cannot be replaced; pack the nn.Module that it was made of"
+        )
 
 
 def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:

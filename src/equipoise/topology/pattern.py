@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from equipoise.catalogue import Catalogue
+from equipoise.config import shown
 from equipoise.errors import UserError
 from equipoise.storage.sparse_weight import highest
 
@@ -325,6 +326,9 @@ PATTERNS: Catalogue[type[Pattern]] = Catalogue(
 )
 
 
+EXPECTED = 'expected "2:4", "transposable 2:4", a block such as "16x1", "butterfly 16x16" or "fan_in"'
+
+
 def parse_pattern(text: str) -> Pattern | None:
     """Return the pattern of a text such as `2:4`, `16x1`, `butterfly 16x16` or `fan_in`; `None` for an empty text.
 
@@ -333,6 +337,8 @@ def parse_pattern(text: str) -> Pattern | None:
     """
     if not text:
         return None
+    if not isinstance(text, str):
+        raise UserError(f"pattern={shown(text)}: {EXPECTED}")
     if text == "fan_in":
         return FanIn()
     forms = (
@@ -344,9 +350,7 @@ def parse_pattern(text: str) -> Pattern | None:
     for form, kind in forms:
         if found := re.fullmatch(form, text):
             return kind(int(found[1]), int(found[2]))
-    raise UserError(
-        f'pattern="{text}": expected "2:4", "transposable 2:4", a block such as "16x1", "butterfly 16x16" or "fan_in"'
-    )
+    raise UserError(f'pattern="{text}": {EXPECTED}')
 
 
 def _lightest_matching(weight: Tensor, allowed: Tensor) -> Tensor:

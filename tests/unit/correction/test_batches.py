@@ -80,10 +80,10 @@ def test_wrong_arguments_of_attach() -> None:
     call = "Agent().attach(model, topology): "
     wrong: list[tuple[Any, Any, str]] = [
         (model, optimizer, "the topology is a SGD; leave it out, or pass what RigL().attach() returned"),
-        (topology, model, "the model is a Topology"),
+        (topology, model, "the model is a Topology; pass a torch.nn.Module"),
         (model, RigL(), "pass what RigL(...).attach(model, optimizer) returned"),
         (model, Static, "the topology is a class, Static; leave it out, or pass what RigL().attach() returned"),
-        (None, None, "the model is a NoneType"),
+        (None, None, "the model is a NoneType; pass a torch.nn.Module"),
     ]
     for first, second, message in wrong:
         with pytest.raises(UserError) as error:

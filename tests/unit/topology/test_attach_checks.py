@@ -33,11 +33,11 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
     "parameters": (
         lambda m: Static().attach(m.parameters(), sgd(m)),  # type: ignore[arg-type]
-        "Static().attach(model, optimizer): the model is a generator",
+        "Static().attach(model, optimizer): the model is a generator; pass a torch.nn.Module",
     ),
     "model class": (
         lambda m: Static().attach(nn.Linear, sgd(m)),  # type: ignore[arg-type]
-        "Static().attach(model, optimizer): the model is a class, Linear",
+        "Static().attach(model, optimizer): the model is a class, Linear; pass a torch.nn.Module",
     ),
     "scheduler": (
         lambda m: Static().attach(m, torch.optim.lr_scheduler.StepLR(sgd(m), 1)),  # type: ignore[arg-type]
