@@ -88,13 +88,16 @@ class Algorithm:
 
     def _check_pattern(self) -> None:
         pattern = parse_pattern(self.pattern)
+        if pattern is not None and (obstacle := self.pattern_obstacle()):
+            raise UserError(f'pattern="{pattern}": {obstacle}')
         if pattern is not None and self.min_fan_in:
             raise UserError(f'min_fan_in={self.min_fan_in}: not with pattern="{pattern}", whose counts are fixed')
         if pattern is not None and pattern.fixed and not self.fixed:
             raise UserError(f'pattern="{pattern}": its mask never changes; use the topology static')
         if isinstance(pattern, NM):
             if not math.isclose(self.sparsity, pattern.sparsity):
-                raise UserError(f'sparsity={self.sparsity}: pattern="{pattern}" has sparsity={pattern.sparsity:g}')
+                needed = f"sparsity={pattern.sparsity:g}"
+                raise UserError(f'sparsity={self.sparsity}: pattern="{pattern}" has {needed}; set {needed} too')
             if not isinstance(self.distribution, str):
                 raise UserError(
                     f'pattern="{pattern}" gives every weight the same density; leave out the distribution'
@@ -139,6 +142,10 @@ class Algorithm:
 
     def bits_to_remember(self, weight: Tensor) -> Tensor | None:
         """Bits to keep of a weight before it is packed, one for each element; `None` if the algorithm needs none."""
+        return None
+
+    def pattern_obstacle(self) -> str | None:
+        """Why the algorithm cannot have its pattern, and which one can; `None` if it can."""
         return None
 
     def packing_obstacle(self) -> str | None:

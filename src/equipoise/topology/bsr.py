@@ -45,10 +45,11 @@ class BSRNet(Algorithm):
             raise UserError(
                 f"min_fan_in={self.min_fan_in}: BSR-Net chooses weights across layers and keeps no minimum"
             )
-        if self.pattern:
-            raise UserError(f'pattern="{self.pattern}": BSR-Net draws single weights; use rigl, set or granet')
         if self.rewire_every < 1:
             raise UserError(f"rewire_every={self.rewire_every}: rewirings must be at least 1 step apart")
+
+    def pattern_obstacle(self) -> str:
+        return "BSR-Net draws single weights; use rigl, set or granet"
 
     def initial_counts(self, shapes: Shapes, model: nn.Module) -> dict[str, int]:
         """Initial densities that the model declares, if their sum stays within the budget."""

@@ -50,8 +50,6 @@ class Hydra(Algorithm):
         super().__post_init__()
         if self.min_fan_in:
             raise UserError(f"min_fan_in={self.min_fan_in}: HYDRA keeps the best scores of a layer and no minimum")
-        if self.pattern:
-            raise UserError(f'pattern="{self.pattern}": HYDRA keeps single weights; use sr-ste')
         Window(1, self.begin, self.until, 1)
 
     def initial_counts(self, shapes: Shapes, model: nn.Module) -> dict[str, int]:
@@ -68,6 +66,9 @@ class Hydra(Algorithm):
                 "pruned; train longer"
             )
         return window
+
+    def pattern_obstacle(self) -> str:
+        return "HYDRA keeps single weights; use sr-ste"
 
     def packing_obstacle(self) -> str:
         return "HYDRA learns scores of all weights"

@@ -41,10 +41,13 @@ class SRigL(RigL):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pattern != "fan_in":
-            raise UserError(f'pattern="{self.pattern}": SRigL has the pattern "fan_in"; use rigl for other patterns')
+        if not self.pattern:
+            raise UserError('pattern="": SRigL has the pattern "fan_in"; use rigl without a pattern')
         if not 0 <= self.min_salience <= 1:
             raise UserError(f"min_salience={self.min_salience}: a fraction of the fan-in must be between 0 and 1")
+
+    def pattern_obstacle(self) -> str | None:
+        return None if self.pattern == "fan_in" else 'SRigL has the pattern "fan_in"; use rigl for other patterns'
 
     def choose(
         self, layer: SparseWeight, window: Window, step: int, generator: torch.Generator

@@ -30,3 +30,4 @@ class Dense(Algorithm):
 
     sparsity: float = field(default=0.0, init=False)
     distribution: str = "uniform"
+    pattern: str = field(default="", init=False)

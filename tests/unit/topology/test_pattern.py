@@ -269,7 +269,8 @@ def test_a_resumed_run_is_the_same_to_the_bit() -> None:
     ("make", "message"),
     [
         (lambda: eq.RigL(pattern="4:4", sparsity=0.5), 'pattern="4:4": n:m has fewer active weights than weights'),
-        (lambda: eq.RigL(pattern="2:4"), 'sparsity=0.9: pattern="2:4" has sparsity=0.5'),
+        (lambda: eq.RigL(pattern="2:4"), 'sparsity=0.9: pattern="2:4" has sparsity=0.5; set sparsity=0.5 too'),
+        (lambda: eq.SRSTE(pattern="1:4"), 'sparsity=0.5: pattern="1:4" has sparsity=0.75; set sparsity=0.75 too'),
         (lambda: eq.RigL(pattern="butterfly"), 'pattern="butterfly": expected "2:4", "transposable 2:4"'),
         (
             lambda: eq.RigL(pattern="butterfly 4x4"),
@@ -282,6 +283,10 @@ def test_a_resumed_run_is_the_same_to_the_bit() -> None:
         (lambda: eq.RigL(pattern="2:4", sparsity=0.5, distribution=[0.5]), "leave out the distribution"),
         (lambda: eq.SET(pattern="fan_in", criterion="signed"), 'pattern=fan_in: only with criterion="magnitude"'),
         (lambda: eq.BSRNet(pattern="16x1"), 'pattern="16x1": BSR-Net draws single weights; use rigl, set or granet'),
+        (lambda: eq.BSRNet(pattern="2:4"), 'pattern="2:4": BSR-Net draws single weights; use rigl, set or granet'),
+        (lambda: eq.Hydra(pattern="2:4"), 'pattern="2:4": HYDRA keeps single weights; use sr-ste'),
+        (lambda: eq.SRigL(pattern="2:4"), 'pattern="2:4": SRigL has the pattern "fan_in"; use rigl for other'),
+        (lambda: eq.SRigL(pattern=""), 'pattern="": SRigL has the pattern "fan_in"'),
     ],
 )
 def test_wrong_patterns(make: Any, message: str) -> None:

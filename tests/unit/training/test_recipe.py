@@ -474,3 +474,24 @@ def test_a_recipe_survives_its_file() -> None:
     again = yaml.safe_load(dump_recipe(raw))
     assert again == raw
     assert isinstance(make_recipe(again).topology, SET)
+
+
+@pytest.mark.parametrize("name", ["resnet18-2to4", "vgg_c-block", "vgg_c-srigl"])
+def test_a_dense_baseline_has_no_pattern(name: str) -> None:
+    recipe = make_recipe(apply_overrides(read_recipe(name), ["topology=dense"]))
+    assert (recipe.topology.sparsity, recipe.topology.pattern) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["topology.pattern=2:4"], 'sparsity=0.95: pattern="2:4" has sparsity=0.5; set sparsity=0.5 too'),
+        (["topology=sr-ste"], 'sparsity=0.95: pattern="2:4" has sparsity=0.5; set sparsity=0.5 too'),
+        (["topology=hydra", "topology.pattern=2:4"], 'pattern="2:4": HYDRA keeps single weights; use sr-ste'),
+    ],
+)
+def test_patterns_without_their_sparsity(words: list[str], told: str) -> None:
+    with pytest.raises(UserError) as error:
+        make_recipe(apply_overrides(read_recipe("digits"), words))
+    assert str(error.value) == f"topology: {told}"
+    make_recipe(apply_overrides(read_recipe("digits"), ["topology=sr-ste", "topology.sparsity=0.5"]))
