@@ -71,6 +71,36 @@ def test_a_model_of_torch_jit_is_not_packed() -> None:
         refused(lambda model=model: pack(model, eq.SET(sparsity=0.5)), f"pack(model, what): {told}")
 
 
+@pytest.mark.parametrize("what", [eq.SET(sparsity=0.5), {"0.weight": torch.ones(16, 16, dtype=torch.bool)}])
+def test_models_that_are_wrapped_or_packed(what: Any) -> None:
+    message = "pack(model, what): the model is wrapped in DataParallel; pack model.module"
+    refused(lambda: pack(nn.DataParallel(net()), what), message)
+    packed = pack(net(), eq.SET(sparsity=0.5))
+    for model in (packed, freeze(packed), nn.Sequential(packed)):
+        refused(
+            lambda model=model: pack(model, what),
+            "pack(model, what): the model is packed already; load the state_dict of eq.sparse.unpack(model) into the "
+            "dense model, and pack that",
+        )
+    dense = net()
+    dense.load_state_dict(unpack(packed)[0])
+    assert pack(dense, what) is not None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "why"),
+    [
+        (eq.SRSTE(), "SR-STE trains the inactive weights too"),
+        (eq.Hydra(), "HYDRA learns scores of all weights"),
+        (eq.RigL(growth="corrected"), 'growth="corrected" needs old gradients of inactive weights'),
+    ],
+)
+def test_algorithms_that_need_masked_storage(algorithm: Any, why: str) -> None:
+    refused(lambda: pack(net(), algorithm), f"{why}: use masked storage")
+    sgd = torch.optim.SGD((packed := pack(net(), eq.SET())).parameters(), lr=0.1)
+    refused(lambda: algorithm.attach(packed, sgd, total_steps=100), f"{why}: use masked storage")
+
+
 @pytest.mark.parametrize("initial_mask", ["nonzeros", "random"])
 def test_weights_without_values(initial_mask: Any) -> None:
     algorithm, message = (

@@ -92,6 +92,7 @@ def _pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology, p
     if isinstance(what, Mapping):
         return pack_masks(model, what, precision)
     if isinstance(what, Algorithm):
+        _check_storage(what)
         plan = plan_layers(what, model)  # before the copy: a model that is refused may not be copyable
         warn_about_lost(what, plan, stacklevel=3)
         model = copy.deepcopy(model)
@@ -106,12 +107,25 @@ def _pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology, p
     return add_shortcuts(model, precision)
 
 
-def _check_model(model: object) -> None:
+def _check_storage(algorithm: Algorithm) -> None:
+    """Refuse algorithms that train inactive weights."""
+    if obstacle := algorithm.packing_obstacle():
+        raise UserError(f"{obstacle}: use masked storage")
+
+
+def _check_model(model: nn.Module) -> None:
     """Refuse models whose layers cannot be replaced, before they are copied."""
     require_model(CALL, model)
     if isinstance(model, torch.jit.ScriptModule):
         raise UserError(
             f"{CALL}: the layers of a {type(model).__name__} cannot be replaced; pack the nn.Module that it was made of"
+        )
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise UserError(f"{CALL}: the model is wrapped in {type(model).__name__}; pack model.module")
+    if named_layers(model):
+        raise UserError(
+            f"{CALL}: the model is packed already; load the state_dict of eq.sparse.unpack(model) into the dense "
+            "model, and pack that"
         )
 
 
@@ -134,8 +148,7 @@ def packed_weights(algorithm: Algorithm, model: nn.Module) -> list[SparseWeight]
     modules = named_layers(model)
     if not modules or algorithm.sparsity == 0:
         return []
-    if obstacle := algorithm.packing_obstacle():
-        raise UserError(f"{obstacle}: use masked storage")
+    _check_storage(algorithm)
     if algorithm.distribution == "nonzeros":
         counts = {name: module.values.numel() for name, module in modules.items()}
     elif any(module.final is None for module in modules.values()):
