@@ -67,9 +67,9 @@ def select(
 ) -> dict[str, nn.Parameter]:
     """Return the weights to make sparse, by parameter name, in the order of the model.
 
-    The default is every weight of `DEFAULT_TYPES` and of the `Conv1D` layers of transformers. Biases, norms,
-    embeddings, weights tied to them and frozen weights are never selected. A parametrized weight is not a parameter
-    and stays dense, with a warning.
+    The default is every weight of `DEFAULT_TYPES` and of the `Conv1D` layers of transformers. Biases, gains by
+    channel, norms, embeddings, weights tied to them and frozen weights are never selected. A parametrized weight is
+    not a parameter and stays dense, with a warning.
 
     Args:
         model: The model.
@@ -137,11 +137,21 @@ def _candidates(model: nn.Module) -> Iterator[Candidate]:
         for name, weight in module.named_parameters(recurse=False):
             if name.startswith("bias") or name.endswith("_bias") or id(weight) in refused:
                 continue
-            if not weight.requires_grad:
+            if not weight.requires_grad or _is_gain(module, name, weight):
                 continue
             if isinstance(weight, UninitializedParameter) or (weight.dim() >= 2 and weight.numel()):
                 refused.add(id(weight))
                 yield f"{prefix}.{name}" if prefix else name, _path(model, prefix), weight
+
+
+def _is_gain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter scales the weight of its layer by channel, such as the `gain` of timm's ScaledStdConv2d."""
+    return (
+        name != "weight"
+        and module._parameters.get("weight") is not None
+        and not isinstance(parameter, UninitializedParameter)
+        and parameter.numel() == max(parameter.shape, default=1)
+    )
 
 
 def _parametrized(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:

@@ -50,6 +50,21 @@ def test_matrices_and_kernels_are_chosen_and_biases_are_not(module: nn.Module) -
     assert list(select(module)) == ["weight"]  # the module itself as the model
 
 
+class Scaled(nn.Conv2d):
+    """A convolution with a gain, as timm's ScaledStdConv2d."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3, 3)
+        self.gain = nn.Parameter(torch.ones(3, 1, 1, 1))
+        self.low_rank = nn.Parameter(torch.ones(3, 2))
+
+
+def test_gains_are_never_chosen() -> None:
+    assert list(select(Named(layer=Scaled()))) == ["layer.weight", "layer.low_rank"]
+    assert list(select(Named(layer=Scaled()), include="*")) == ["layer.weight", "layer.low_rank"]
+    assert list(select(Named(layer=nn.Linear(1, 4)))) == ["layer.weight"]
+
+
 def test_all_projections_of_attention_are_chosen() -> None:
     packed = nn.MultiheadAttention(8, 2, add_bias_kv=True)
     assert list(select(packed)) == ["in_proj_weight", "out_proj.weight"]
