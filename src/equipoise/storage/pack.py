@@ -169,7 +169,7 @@ def unpack(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     masks: dict[str, Tensor] = {}
     for key, tensor in model.state_dict().items():
         owner, _, leaf = key.rpartition(".")
-        if owner not in layers or leaf == "bias":
+        if owner not in layers or leaf not in ("values", "index"):
             state[key] = tensor
         elif leaf == "values":
             name = weight_name(owner, layers[owner])
@@ -255,9 +255,19 @@ def pack_layer(
     replacement = packed(layer, mask, final, memory)
     if replacement is None:
         replacement = PackedOther(layer, str(no_kernel(layer)), mask, final, memory)
+    keep_others(replacement, layer)
     vars(replacement).update({key: value for key, value in vars(layer).items() if "ward_" in key and "hook" in key})
     setattr(parent, attribute, replacement.train(layer.training))
     return replacement
+
+
+def keep_others(replacement: PackedLayer, layer: nn.Module) -> None:
+    """Give a packed layer the parameters of the layer other than weight and bias, such as a gain by channel."""
+    for name, parameter in layer.named_parameters(recurse=False):
+        if name not in ("weight", "bias"):
+            if hasattr(replacement, name):
+                raise UserError(f'packed layers have another "{name}" than a {type(layer).__name__}; rename it')
+            replacement.register_parameter(name, parameter)
 
 
 def cannot_pack(model: nn.Module, name: str) -> str | None:
@@ -273,9 +283,9 @@ def cannot_pack(model: nn.Module, name: str) -> str | None:
         return "a hook computes it at every call"
     if leaf != "weight" or weight is None or weight.dim() < 2:
         return f"it is not the matrix of weights of a {type(layer).__name__}"
-    others = {key for key, _ in layer.named_parameters()} - {"weight", "bias"}
-    if (reason := no_kernel(layer)) and others:
-        return f'{reason}, and it has another parameter, "{min(others)}"'
+    inside = [key for key, _ in layer.named_parameters() if "." in key]
+    if (reason := no_kernel(layer)) and inside:
+        return f'{reason}, and it has a parameter inside another module, "{inside[0]}"'
     return None
 
 

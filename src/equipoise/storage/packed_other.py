@@ -14,7 +14,7 @@ class PackedOther(PackedLayer):
     """A layer of any type, such as a transposed convolution or a convolution that overrides its forward.
 
     Args:
-        layer: The layer; its parameters are `weight` and perhaps `bias`.
+        layer: The layer, whose own parameters are `weight`, perhaps `bias`, and others, see `keep_others`.
         reason: Why the sparse kernels cannot compute it.
         mask: As in `PackedLayer`.
         final: As in `PackedLayer`.
@@ -42,7 +42,8 @@ class PackedOther(PackedLayer):
         return f"dense: {self.reason}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        parameters = {"weight": self.dense_weight(), "bias": self.bias}
+        others = {name: p for name, p in self._parameters.items() if name != "values"}
+        parameters = {**others, "weight": self.dense_weight()}
         layer = _copy(self._hidden[0], parameters).train(self.training)  # threads may call the layer at the same time
         return layer.forward(*args, **kwargs)
 

@@ -26,6 +26,17 @@ class Standardised(nn.Conv2d):
         return F.conv2d(x, weight, self.bias, self.stride, self.padding)
 
 
+class Scaled(nn.Conv2d):
+    """A convolution with a gain, as timm's ScaledStdConv2d."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(torch.rand(sizes[1], 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight * self.gain, self.bias, self.stride, self.padding)
+
+
 class Named(nn.Linear):
     """A subclass that computes what its base class computes."""
 
@@ -37,6 +48,7 @@ LAYERS = [
     (nn.Conv3d(3, 5, 3), (3, 5, 5, 4), "no sparse kernel computes a Conv3d"),
     (nn.ConvTranspose2d(3, 5, 3, stride=2), (3, 4, 4), "no sparse kernel computes a ConvTranspose2d"),
     (Standardised(3, 5, 3), (3, 6, 6), "Standardised overrides its forward"),
+    (Scaled(3, 5, 3), (3, 6, 6), "Scaled overrides its forward"),
 ]
 
 
@@ -79,6 +91,47 @@ def test_frozen_parameters_stay_frozen() -> None:
     with pytest.warns(UserWarning, match="dense weights"):
         mine = pack(model, {"0.weight": torch.ones(3, 2, 2, 2, 2).bool()})
     assert {name: p.requires_grad for name, p in mine.named_parameters()} == {"0.values": False, "0.bias": True}
+
+
+def test_other_parameters_of_a_layer_are_kept_and_trained() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Scaled(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)), torch.randn(2, 3, 6, 6)
+    with pytest.warns(UserWarning, match=r'dense weights: "0" \(Scaled overrides its forward\)$'):
+        mine = pack(model, SET(sparsity=0.5))
+    state, masks = unpack(mine)
+    assert masks.keys() == {"0.weight", "2.weight"}
+    assert state.keys() == model.state_dict().keys()
+    assert [name for name, _ in mine.named_parameters()] == ["0.values", "0.bias", "0.gain", "2.values", "2.bias"]
+    model.load_state_dict(state)
+    for net in (model, mine):
+        net(x).square().sum().backward()
+    torch.testing.assert_close(mine.get_parameter("0.gain").grad, model.get_parameter("0.gain").grad)
+    with torch.no_grad():
+        mine.get_parameter("0.gain").mul_(2)
+        assert not torch.allclose(mine(x), model(x))
+        model.load_state_dict(unpack(mine)[0])
+    torch.testing.assert_close(mine(x), model(x))
+
+
+class Warm(nn.Linear):
+    """A linear layer with its base's forward and a parameter that others read."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+
+def test_other_parameters_of_a_layer_with_a_kernel_are_kept() -> None:
+    mine = pack(nn.Sequential(Warm(4, 4)), {"0.weight": torch.ones(4, 4).bool()})
+    assert type(mine.get_submodule("0")) is PackedLinear
+    assert mine.get_parameter("0.temperature") == 1
+
+
+def test_a_parameter_with_a_name_of_packed_layers_is_refused() -> None:
+    layer = nn.Conv3d(2, 3, 2)
+    layer.values = nn.Parameter(torch.ones(3))
+    with pytest.raises(UserError, match=r'^packed layers have another "values" than a Conv3d; rename it$'):
+        pack(nn.Sequential(layer), {"0.weight": torch.ones(3, 2, 2, 2, 2).bool()})
 
 
 def test_threads_may_call_the_same_layer() -> None:
