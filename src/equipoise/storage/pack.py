@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -43,13 +43,15 @@ def pack_masks(model: nn.Module, masks: Mapping[str, Tensor], precision: str = "
     Raises:
         UserError: If a mask does not belong to a layer that can be packed.
     """
-    model = copy.deepcopy(model)
     for name, mask in masks.items():
         if not isinstance(name, str) or not isinstance(mask, Tensor):
             raise UserError(
                 f"the mask of {shown(name)} is a {kind_of(mask)}; pass boolean tensors by parameter name, such as "
                 '"features.0.weight"'
             )
+    check_packable(model, masks)
+    model = copy.deepcopy(model)
+    for name, mask in masks.items():
         pack_layer(model, name, mask)
     return add_shortcuts(model, precision)
 
@@ -219,7 +221,7 @@ def warn_about_other(model: nn.Module, stacklevel: int) -> None:
 def pack_layer(
     model: nn.Module, name: str, mask: Tensor, final: int | None = None, memory: Tensor | None = None
 ) -> PackedLayer:
-    """Replace the layer of the weight `name` by its packed form, in place, and return it.
+    """Replace the layer of the weight `name`, which can be packed, by its packed form, in place, and return it.
 
     A layer without a sparse kernel is packed too, and computes with the dense weight.
 
@@ -229,23 +231,10 @@ def pack_layer(
         mask: Its active entries.
         final: As in `PackedLayer`.
         memory: As in `PackedLayer`.
-
-    Raises:
-        UserError: If the layer cannot be packed.
     """
     path, _, leaf = name.rpartition(".")
     parent_path, _, attribute = path.rpartition(".")
-    try:
-        layer = model.get_submodule(path)
-    except AttributeError:
-        raise UserError(f'the model has no layer for the mask "{name}"') from None
-    if (obstacle := cannot_pack(model, name)) is not None:
-        raise UserError(
-            f'cannot pack "{name}": {obstacle}; leave it out with exclude=("{path or name}",) or no mask, '
-            "or use masked storage"
-        )
-    if (tied := tied_parameters(model, path)) is not None:
-        raise UserError(f"cannot pack the model: {tied}")
+    layer = model.get_submodule(path)
     require_values(name, cast(Tensor, getattr(layer, leaf)))
     parent = model.get_submodule(parent_path)
     if isinstance(layer, nn.MultiheadAttention):
@@ -289,8 +278,42 @@ def cannot_pack(model: nn.Module, name: str) -> str | None:
     return None
 
 
-def tied_parameters(model: nn.Module, path: str) -> str | None:
-    """Return why a layer with tied parameters cannot be packed; `None` if none is tied.
+def check_packable(model: nn.Module, names: Iterable[str], excluded: Sequence[str | type[nn.Module]] = ()) -> None:
+    """Refuse a model with weights that cannot be packed, and say how to leave out all of them.
+
+    Args:
+        model: The model.
+        names: The weights to pack.
+        excluded: What the algorithm excludes already.
+
+    Raises:
+        UserError: If a weight cannot be packed, or the model has no such layer.
+    """
+    names = list(names)
+    why: dict[str, str] = {}  # by what leaves the weight out
+    for name in names:
+        path = name.rpartition(".")[0]
+        try:
+            model.get_submodule(path)
+        except AttributeError:
+            raise UserError(f'the model has no layer for the mask "{name}"') from None
+        if (obstacle := cannot_pack(model, name)) is not None:
+            others = [other for other in names if other.rpartition(".")[0] == path and not cannot_pack(model, other)]
+            why.setdefault(name if others or not path else path, f'"{name}": {obstacle}')
+        elif (tied := tied_parameters(model, path)) is not None:
+            why.setdefault(tied[0], f"the model: {tied[1]}")
+    if why:
+        out = [s.__name__ if isinstance(s, type) else f'"{s}"' for s in dict.fromkeys([*excluded, *why])]
+        reasons, many = list(why.values()), len(why) > 1
+        more = f"; and {len(reasons) - 3} more" if reasons[3:] else ""
+        raise UserError(
+            f"cannot pack {'; '.join(reasons[:3])}{more}; leave {'them' if many else 'it'} out with "
+            f"exclude=({', '.join(out)}{'' if len(out) > 1 else ','}) or no mask, or use masked storage"
+        )
+
+
+def tied_parameters(model: nn.Module, path: str) -> tuple[str, str] | None:
+    """Return what leaves out a layer with tied parameters, and why it cannot be packed; `None` if none is tied.
 
     The packed copy of a tied parameter would be trained separately.
     """
@@ -300,8 +323,5 @@ def tied_parameters(model: nn.Module, path: str) -> str | None:
         if len(names) > 1:
             # a topology lists a tied weight under its first name
             owner = names[0].rpartition(".")[0] if leaf == "weight" else path
-            return (
-                f'"{names[0]}" and "{names[1]}" are one tensor, and packing would separate them; '
-                f'leave it out with exclude=("{owner}",) or no mask, or use masked storage'
-            )
+            return owner, f'"{names[0]}" and "{names[1]}" are one tensor, and packing would separate them'
     return None

@@ -13,13 +13,14 @@ from equipoise.checks import kind_of
 from equipoise.errors import UserError
 from equipoise.modules import require_model
 from equipoise.storage import pack as storage
-from equipoise.storage.pack import add_shortcuts, cannot_pack, pack_layer, pack_masks, tied_parameters
+from equipoise.storage.pack import add_shortcuts, cannot_pack, check_packable, pack_layer, pack_masks, tied_parameters
 from equipoise.storage.packed import PackedWeight
 from equipoise.storage.packed_modules import PackedLayer, named_layers, no_kernel
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm
 from equipoise.topology.distribution import active_counts
 from equipoise.topology.initial import plan_layers, warn_about_lost
+from equipoise.topology.selection import unwrap
 
 if TYPE_CHECKING:
     from equipoise.topology.topology import Topology
@@ -95,12 +96,14 @@ def _pack(model: nn.Module, what: Mapping[str, Tensor] | Algorithm | Topology, p
         _check_storage(what)
         plan = plan_layers(what, model)  # before the copy: a model that is refused may not be copyable
         warn_about_lost(what, plan, stacklevel=3)
+        check_packable(unwrap(model), [planned.name for planned in plan], what.exclude)
         model = copy.deepcopy(model)
         for planned in plan:
             mask = torch.zeros(planned.weight.numel(), dtype=torch.bool).index_fill_(0, planned.active, True)
             memory = what.bits_to_remember(planned.weight.detach())
             pack_layer(model, planned.name, mask.view(planned.weight.shape), planned.final, memory)
     else:
+        check_packable(unwrap(model), [layer.name for layer in what.layers], what.algorithm.exclude)
         model = copy.deepcopy(model)
         for layer in what.layers:
             pack_layer(model, layer.name, layer.mask(), layer.final)
@@ -139,7 +142,7 @@ def why_not(model: nn.Module, algorithm: Algorithm) -> str | None:
         if planned.weight.dtype != torch.float32 or planned.weight.device.type != "cpu":
             return f"packed weights are float32 on a CPU, not {planned.weight.dtype} on {planned.weight.device}"
         if (tied := tied_parameters(model, path)) is not None:
-            return tied
+            return f'{tied[1]}; leave it out with exclude=("{tied[0]}",)'
     return None
 
 

@@ -87,6 +87,19 @@ def test_a_convolution_of_timm_with_its_own_padding_is_named(timm: Any) -> None:
     assert eq.sparse.report(mine).splitlines()[1].split("  ")[-1] == "dense: Conv2dSame overrides its forward"
 
 
+def test_convolutions_of_timm_with_a_gain_are_packed(timm: Any) -> None:
+    torch.manual_seed(0)
+    model, images = timm.create_model("nf_resnet26", num_classes=4).eval(), torch.randn(1, 3, 64, 64)
+    with pytest.warns(UserWarning, match=r'dense weights: "stem.conv" \(ScaledStdConv2d overrides its forward\)'):
+        mine = eq.sparse.pack(model, eq.SET(sparsity=0.9))
+    state, masks = eq.sparse.unpack(mine)
+    assert masks.keys() == select(model).keys()
+    assert not any("gain" in name for name in masks)
+    model.load_state_dict(state)
+    with torch.no_grad():
+        torch.testing.assert_close(mine(images), model(images))
+
+
 class TorchvisionBlock(nn.Module):
     """The encoder block of torchvision's vision transformers, with its names."""
 

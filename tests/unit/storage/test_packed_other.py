@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import threading
 import warnings
@@ -173,3 +174,36 @@ def test_other_parameters_are_refused_by_name(model: nn.Module, name: str, told:
     mask = torch.ones_like(model.get_parameter(name)).bool()
     with pytest.raises(UserError, match=rf'^cannot pack "{name}": .*{told}.*masked storage$'):
         pack(model, {name: mask})
+
+
+class Recurrent(nn.Module):
+    """Layers that cannot be packed next to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.rnn = nn.LSTM(4, 4, bidirectional=True)
+        self.first, self.second, self.third, self.fourth = (nn.Linear(4, 4) for _ in range(4))
+        self.second.weight = self.first.weight
+        self.fourth.bias = self.third.bias
+        self.scaled = Scaled(4, 4, 1)
+        self.scaled.low_rank = nn.Parameter(torch.ones(4, 2))
+
+
+def test_all_layers_that_cannot_be_packed_are_named_at_once_with_what_leaves_them_out() -> None:
+    algorithm = SET(sparsity=0.5, include="*", exclude=("fc", nn.Conv3d))
+    model = Recurrent()
+    model.add_module("cube", nn.Conv3d(4, 4, 1))
+    with pytest.raises(UserError) as error:
+        pack(model, algorithm)
+    excluded = '("fc", Conv3d, "rnn", "first", "third", "fourth", "scaled.low_rank")'
+    assert str(error.value) == (
+        'cannot pack "rnn.weight_ih_l0": it is not the matrix of weights of a LSTM; '
+        'the model: "first.weight" and "second.weight" are one tensor, and packing would separate them; '
+        'the model: "third.bias" and "fourth.bias" are one tensor, and packing would separate them; and 2 more; '
+        f"leave them out with exclude={excluded} or no mask, or use masked storage"
+    )
+    exclude = ast.literal_eval(excluded.replace(" Conv3d,", ""))
+    with pytest.warns(UserWarning, match="dense weights"):
+        mine = pack(model, SET(sparsity=0.5, include="*", exclude=(*exclude, nn.Conv3d)))
+    assert unpack(mine)[1].keys() == {"scaled.weight"}
