@@ -10,7 +10,7 @@ A packed layer stores its active weights only and runs on the sparse kernels:
 - `pack` returns a copy of a model in packed storage.
 - `unpack` returns the state_dict with the usual keys, and the masks.
 - `freeze` prepares a packed model for inference.
-- `describe` returns how each packed layer runs, and `report` a table of it.
+- `describe` returns how each packed layer runs, and `report` a table of all layers.
 - `available` returns whether the kernels can be loaded or compiled, and `reason` why not.
 """
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import ParametrizationList
 
 from equipoise.checks import kind_of, require_precision
 from equipoise.config import shown
@@ -191,23 +192,60 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 
 def report(model: nn.Module) -> str:
-    """Return a table of the packed layers: their module, shape of the weight, sparsity, and how they run.
+    """Return a table of the layers: their module, shape of the weight, sparsity, and how they run.
+
+    Layers that are not packed have a row if they have a weight of two or more dimensions.
 
     Args:
         model: A packed model.
     """
     require_model("report(model)", model)
     rows = [("module", "shape", "sparsity", "runs")]
+    users: dict[int, list[str]] = {}  # names of the modules that have a weight, by its id
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(weight), []).append(name.rpartition(".")[0])
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLayer):
             shape = "x".join(map(str, layer.weight_shape))
             rows.append((name, shape, f"{100 * (1 - layer.density):.2f} %", layer.how()))
+        elif weights := _matrices(layer):
+            others = [user for weight in weights.values() for user in users[id(weight)] if user != name]
+            rows.append(_dense_row(name or next(iter(weights)), layer, [*weights.values()], others))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         f"{name:<{widths[0]}}  {shape:>{widths[1]}}  {sparsity:>{widths[2]}}  {runs}"
         for name, shape, sparsity, runs in rows
     )
     return "\n".join(lines)
+
+
+def _matrices(module: nn.Module) -> dict[str, Tensor]:
+    """The weights of a module of two or more dimensions, without norms, biases and other numbers by channel."""
+    named = [] if isinstance(module, nn.LayerNorm | nn.RMSNorm) else module.named_parameters(recurse=False)
+    matrices = {name: w for name, w in named if w.dim() > 1 and w.numel() and not name.startswith("bias")}
+    return {name: w for name, w in matrices.items() if name == "weight" or w.numel() > max(w.shape)}
+
+
+def _dense_row(name: str, module: nn.Module, weights: list[Tensor], others: list[str]) -> tuple[str, str, str, str]:
+    """The row of a module with weights that are not packed, in the table of `report`.
+
+    Args:
+        name: The name of the module.
+        module: The module.
+        weights: Its weights.
+        others: Names of other modules that have one of these weights.
+    """
+    shape = "x".join(map(str, weights[0].shape)) if len(weights) == 1 else f"{len(weights)} weights"
+    zeros = sum(weight.numel() - int(weight.count_nonzero()) for weight in weights)
+    if others:
+        why = f'its weight is also that of "{others[0]}"'
+    elif isinstance(module, nn.RNNBase):
+        why = f"{type(module).__name__} layers are not packed"
+    elif isinstance(module, ParametrizationList):
+        name, why = name.partition(".parametrizations.")[0], "a parametrization computes its weight"
+    else:
+        why = "no mask"
+    return name, shape, f"{100 * zeros / sum(weight.numel() for weight in weights):.2f} %", f"dense: {why}"
 
 
 def warn_about_other(model: nn.Module, stacklevel: int) -> None:

@@ -19,7 +19,7 @@ from equipoise.kernels import library, operators
 from equipoise.models.resnet import resnet18
 from equipoise.models.vgg import vgg_c
 from equipoise.storage.blocked_norm import BlockedBatchNorm
-from equipoise.storage.pack import blocked_modules, describe, unpack
+from equipoise.storage.pack import blocked_modules, describe, report, unpack
 from equipoise.storage.packed_modules import PackedConv2d, PackedLayer, packed
 from equipoise.topology.packing import pack
 
@@ -336,6 +336,51 @@ def test_a_dense_layer_runs_dense_and_says_so(capsys: pytest.CaptureFixture[str]
         for name, mask in masks.items():
             model.get_parameter(name).mul_(mask)
     torch.testing.assert_close(mine(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class Reader(nn.Module):
+    """Weights that an algorithm leaves dense, next to norms and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(20, 16)
+        self.position = nn.Parameter(torch.randn(1, 4, 16))
+        self.rnn = nn.LSTM(16, 16)
+        self.norm = nn.LayerNorm((4, 16))
+        self.gate = nn.Conv2d(4, 4, 1)
+        self.gate.gain = nn.Parameter(torch.ones(4, 1, 1, 1))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.attention = nn.MultiheadAttention(16, 2, add_bias_kv=True)
+        self.value = nn.Linear(16, 1)
+        self.out = nn.Linear(16, 20)
+        self.out.weight = self.tokens.weight
+
+
+@pytest.mark.filterwarnings("ignore:parametrized weights")
+def test_the_table_has_the_layers_that_are_not_packed_with_the_reason() -> None:
+    model = Reader()
+    with torch.no_grad():
+        model.value.weight[:, :4] = 0
+    mine = pack(model, SET(sparsity=0.5, exclude=("value", "gate")))
+    rows = [row.split(maxsplit=1)[0] + row[row.index("%") + 1 :] for row in report(mine).splitlines()[1:]]
+    assert rows == [
+        "position  dense: no mask",
+        'tokens  dense: its weight is also that of "out"',
+        "rnn  dense: LSTM layers are not packed",
+        "gate  dense: no mask",
+        "spectral  dense: a parametrization computes its weight",
+        f"attention.out_proj  {describe(mine)['attention.out_proj']}",
+        f"attention.in_proj  {describe(mine)['attention.in_proj']}",
+        "value  dense: no mask",
+        'out  dense: its weight is also that of "tokens"',
+    ]
+    table = {row.split()[0]: row.split()[1:4] for row in report(mine).splitlines()}
+    assert table["rnn"] == ["2", "weights", "0.00"]
+    assert table["value"] == ["1x16", "25.00", "%"]
+
+
+def test_a_table_of_a_single_layer() -> None:
+    assert report(nn.Linear(3, 3)).splitlines()[1] == "weight    3x3    0.00 %  dense: no mask"
 
 
 @pytest.mark.parametrize(("density", "images", "blocked"), [(0.02, 16, True), (0.02, 1, False), (0.6, 16, False)])
