@@ -56,7 +56,6 @@ def check_attaching(
     _check_optimizer(topology)
     _check_sharding(topology)
     _check_wrapper(topology, model)
-    _check_window(topology)
 
 
 def _check_free(topology: Topology, owners: Mapping[nn.Parameter, ReferenceType[Topology]]) -> None:
@@ -146,13 +145,14 @@ def check_current(topology: Topology) -> None:
             )
 
 
-def _check_window(topology: Topology) -> None:
+def warn_without_updates(topology: Topology, stacklevel: int) -> None:
+    """Warn if no step of the training is an update step."""
     window = topology.window
     if topology.layers and window is not None and not window.last_update:
         warnings.warn(
             f"every={window.every}: no update falls inside the window of total_steps={window.total}, "
             "so the topology will never change; choose a smaller `every` or train longer",
-            stacklevel=5,  # the caller of attach()
+            stacklevel=stacklevel + 1,
         )
 
 

@@ -16,7 +16,13 @@ from equipoise.storage.flat import FlatParameters
 from equipoise.storage.masked import Compile, MaskedWeight
 from equipoise.storage.sparse_weight import SparseWeight
 from equipoise.topology.algorithm import Algorithm, Dynamic
-from equipoise.topology.attach_checks import PrunedLayers, check_arguments, check_attaching, check_current
+from equipoise.topology.attach_checks import (
+    PrunedLayers,
+    check_arguments,
+    check_attaching,
+    check_current,
+    warn_without_updates,
+)
 from equipoise.topology.followers import Follower, Followers
 from equipoise.topology.growth import GrowthGradients
 from equipoise.topology.hooks import Hooks
@@ -83,6 +89,8 @@ class Topology:
         self.growth = GrowthGradients(algorithm, self.layers, self.world)
         self._hooks: Hooks | None = None
         check_attaching(self, model, _OWNERS)
+        if hooks:  # without them, the loop warns when it begins to train
+            warn_without_updates(self, stacklevel=3)  # the caller of attach()
         self._unverified: dict[str, int] = {}  # checksums of a loaded state, until the next step
         self.rewiring = make_rewiring(algorithm, self.layers, self.states, self._followers, flat, compile)
         self._latent = self._make_latent()

@@ -20,6 +20,7 @@ from equipoise.correction.snapshot import RandomState
 from equipoise.data import Loader
 from equipoise.errors import NonFiniteLoss
 from equipoise.seeds import derive
+from equipoise.topology.attach_checks import warn_without_updates
 from equipoise.training import rollback, signals
 from equipoise.training.engine import Engine
 from equipoise.training.epoch_line import epoch_line
@@ -123,6 +124,8 @@ class Trainer:
         return result
 
     def _run(self) -> dict[str, Any]:
+        if self.world.leads:
+            warn_without_updates(self.parts.topology, stacklevel=2)
         self._random.restore()
         self.watcher.begin(self)
         rollback.begin(self)

@@ -323,6 +323,17 @@ def test_a_run_that_learned_nothing_is_warned_about(lr: float, epochs: int, warn
     assert any("the network learned nothing" in str(warning.message) for warning in caught) is warns
 
 
+def test_a_schedule_without_updates_is_told_when_the_training_begins() -> None:
+    """Not when a finished run is opened, as `equipoise export` and `eval` do."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = trainer(topology=topology("rigl", every=100), epochs=1)
+        made.evaluate("test")
+    with pytest.warns(UserWarning, match="every=100: no update falls inside the window") as caught:
+        made.run()
+    assert len([w for w in caught if "no update" in str(w.message)]) == 1
+
+
 def test_held_out_images_judge_the_epochs_and_the_test_images_the_run() -> None:
     made = trainer(data={"name": "digits", "batch": 240, "validation": 237})
     result = made.run()
