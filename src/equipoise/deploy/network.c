@@ -151,14 +151,14 @@ void predict(const float *image, float *scores)
 int main(void)
 {
     static float image[IMAGE], scores[SCORES];
-    size_t read;
-    while ((read = fread(image, sizeof *image, IMAGE, stdin)) == IMAGE) {
+    size_t read; /* in bytes: fread of floats would leave out a part of one */
+    while ((read = fread(image, 1, sizeof image, stdin)) == sizeof image) {
         predict(image, scores);
         for (int k = 0; k < SCORES; k++)
             printf(k + 1 < SCORES ? "%.9g " : "%.9g\n", scores[k]);
     }
     if (read)
-        fprintf(stderr, "the last image has %d of %d floats\n", (int)read, IMAGE);
+        fprintf(stderr, "the last image has %ld of %ld bytes\n", (long)read, (long)sizeof image);
     return read != 0;
 }
 #endif
