@@ -124,3 +124,18 @@ def test_paths_that_are_none(load: Callable[[Any], Any]) -> None:
 def test_patterns_that_are_no_text(pattern: Any, shown: str) -> None:
     expected = 'expected "2:4", "transposable 2:4", a block such as "16x1", "butterfly 16x16" or "fan_in"'
     refused(lambda: eq.RigL(sparsity=0.5, pattern=pattern), f"pattern={shown}: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("name", "maker"),
+    [
+        ("x.onnx", "`equipoise export RUN x.onnx`, or torch.onnx.export of the dense model"),
+        ("x.c", "`equipoise export RUN x.c`"),
+        ("x.pt", "torch.save"),
+        ("x.pth", "torch.save"),
+    ],
+)
+def test_names_of_other_formats(name: str, maker: str, tmp_path: Path) -> None:
+    told = f"save writes safetensors: name the file x.safetensors, or write {name} with {maker}"
+    refused(lambda: eq.save(net(), tmp_path / name), told)
+    assert not any(tmp_path.iterdir())

@@ -18,6 +18,14 @@ from equipoise.runtime.packed_arrays import VERSION
 from equipoise.storage.pack import unpack
 from equipoise.topology.selection import unwrap
 
+# What writes the files that are named so
+OTHERS = {
+    ".onnx": "`equipoise export RUN {name}`, or torch.onnx.export of the dense model",
+    ".c": "`equipoise export RUN {name}`",
+    ".pt": "torch.save",
+    ".pth": "torch.save",
+}
+
 
 def save(model: nn.Module, path: str | os.PathLike[str], values: str = "float32", force: bool = False) -> None:
     """Write the weights of any model to a small file, for `equipoise.load(path, into=model)`.
@@ -27,16 +35,22 @@ def save(model: nn.Module, path: str | os.PathLike[str], values: str = "float32"
 
     Args:
         model: A packed, masked or dense model.
-        path: The file.
+        path: The file, such as `net.safetensors`.
         values: Type of the stored weights: `float32`, `bf16` or `int8`.
         force: Whether to overwrite an existing file.
 
     Raises:
-        UserError: If the file exists, cannot be written, or the model has values that are not finite.
+        UserError: If the file exists, is named like one of another format or cannot be written, or if the model has
+            values that are not finite.
     """
     require_model("save(model, path)", model)
     path = as_path(path)
     VALUES[values]
+    if path.suffix in OTHERS:
+        maker = OTHERS[path.suffix].format(name=path.name)
+        raise UserError(
+            f"save writes safetensors: name the file {path.stem}.safetensors, or write {path.name} with {maker}"
+        )
     if os.path.lexists(path) and not force:
         raise UserError(f"{path} exists; force=True overwrites it")
     inner = unwrap(model)
