@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from equipoise.config import shown
@@ -50,6 +51,16 @@ def as_path(path: object) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise UserError(f'the path is a {kind_of(path)}; pass the name of a file, such as "net.safetensors"')
     return Path(path)
+
+
+def require_classes(classes: Sequence[str], scores: int) -> None:
+    """Raise unless every named class can have a score.
+
+    Raises:
+        UserError: If a network has more names of classes than scores.
+    """
+    if len(classes) > scores:
+        raise UserError(f"there are {len(classes)} names of classes for {scores} scores")
 
 
 def require_precision(precision: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.checks import require_classes
 from equipoise.config import call, checked
 from equipoise.errors import UserError
 from equipoise.models import MODELS, Normalize
@@ -67,10 +68,12 @@ class Blueprint:
             raise UserError(f"no image has the shape {self.input_shape}")
         try:
             with torch.no_grad():
-                model(torch.empty(1, *self.input_shape, device="meta"))
+                scores = model(torch.empty(1, *self.input_shape, device="meta"))
         except RuntimeError as error:
             line = " ".join(str(error).split())[:200]
             raise UserError(f"the model does not take an input of {self.input_shape}: {line}") from None
+        if isinstance(scores, Tensor) and scores.dim() > 1:
+            require_classes(self.classes, scores.shape[1])
 
     def fill(self, model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
         """Give a skeleton memory and exactly these parameters; running statistics are reset.

@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from equipoise.checks import as_path, require_precision, require_threads
+from equipoise.checks import as_path, require_classes, require_precision, require_threads
 from equipoise.config import build, convert
 from equipoise.errors import UserError
 from equipoise.kernels import library
-from equipoise.runtime.calls import Calls
+from equipoise.runtime.calls import Calls, Shape
 from equipoise.runtime.network import Network
 from equipoise.runtime.packed_arrays import read_arrays
 
@@ -59,6 +59,7 @@ def load(path: str | os.PathLike[str], threads: int | None = None, precision: st
         if shape not in (calls.image, calls.image[:1]) or calls.image[len(shape) :] not in ((), (1, 1)):
             raise UserError(f"input_shape={list(shape)} is not the image of the program, {list(calls.image)}")
         classes = convert(network.get("classes", []), tuple[str, ...], "classes")
+        require_classes(classes, Shape(*calls.calls[calls.result].shape).size)
         return Network(calls, tensors, shape, classes, threads or library.openmp_threads(), precision == "bf16")
     except UserError as error:
         raise UserError(f"{file}: {error}") from None

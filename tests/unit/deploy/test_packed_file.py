@@ -260,6 +260,8 @@ HUGE = {"classes": 10**9}
         ({"input_shape": [1, 9, 80]}, "does not take an input"),
         ({"input_shape": []}, "does not take an input"),
         ({"input_shape": "abc"}, "expected a list"),
+        ({"classes": ["x"] * 10**6}, "there are 1000000 names of classes for 10 scores"),
+        ({"classes": ["x"] * 11}, "there are 11 names of classes for 10 scores"),
         ({"mean": [0.0, 0.0]}, "mean has 2 numbers"),
         ({"std": [0.0]}, "std=[0.0]"),
         ({"std": [float("nan")]}, "std"),

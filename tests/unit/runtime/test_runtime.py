@@ -358,6 +358,15 @@ def test_hostile_programs(fields: dict[str, Any], told: str, small: Path, tmp_pa
     refused(told, lambda: load(forge(small, tmp_path / "out", header={"program": program})))
 
 
+def test_more_classes_than_scores(small: Path, tmp_path: Path) -> None:
+    network = read(small)[0]["network"]
+    for count in (11, 10**6):
+        path = forge(small, tmp_path / "out", header={"network": network | {"classes": ["x"] * count}})
+        refused(f"there are {count} names of classes for 10 scores", lambda path=path: load(path))
+    fewer = forge(small, tmp_path / "out", header={"network": network | {"classes": ["x"] * 9}})
+    assert len(load(fewer).classes) == 9
+
+
 def test_buffers_that_would_exhaust_memory(tmp_path: Path) -> None:
     """Padding makes 128 channels of 2049x2049 numbers out of one pixel: 2 GB."""
     calls = {
