@@ -55,6 +55,9 @@ class Blueprint:
                 model = call(factory, options, "model").eval()
                 size = sum(parameter.numel() for parameter in model.parameters())
         except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
+            for name, value in options.items():
+                if isinstance(value, int) and value > LARGEST:
+                    raise UserError(f"model.{name}={value}: {self.model} cannot be built that large") from None
             raise UserError(f"model: {' '.join(str(error).split())[:200]}") from None
         if size > LARGEST:
             raise UserError(f"the model has {size} weights, more than the {LARGEST} that a file may ask for")
