@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from equipoise.deploy import onnx_model
 from equipoise.deploy.custom import read_custom
 from equipoise.deploy.loading import with_kernels
-from equipoise.deploy.packed_file import WEIGHTS, read_file, read_packed, stored_values
+from equipoise.deploy.packed_file import read_file, read_packed, stored_values
 from equipoise.errors import UserError
+from equipoise.runtime.packed_arrays import WEIGHTS
 from equipoise.storage.pack import describe
 
 Run = Callable[[], object]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from equipoise.checks import as_path
 from equipoise.deploy.coding import VALUES, decode_all, encode
-from equipoise.deploy.packed_file import WEIGHTS, read_file, write_file, written
+from equipoise.deploy.packed_file import read_file, write_file, written
 from equipoise.errors import UserError
 from equipoise.modules import require_model
-from equipoise.runtime.packed_arrays import VERSION
+from equipoise.runtime.packed_arrays import VERSION, WEIGHTS
 from equipoise.storage.pack import unpack
 from equipoise.topology.selection import unwrap
 

@@ -31,10 +31,8 @@ from equipoise.files import written_whole
 from equipoise.models import MODELS
 from equipoise.runtime.calls import PREFIX
 from equipoise.runtime.indices import INDICES
-from equipoise.runtime.packed_arrays import KEY, VERSION, checksum
+from equipoise.runtime.packed_arrays import KEY, VERSION, WEIGHTS, checksum
 from equipoise.tensor_files import save_file
-
-WEIGHTS = "equipoise-weights"  # weights of a custom model: see `custom`
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from equipoise.errors import UserError
 
 KEY = "equipoise"  # of the header in the metadata
+WEIGHTS = "equipoise-weights"  # of the header in the files of `equipoise.save`
 VERSION = 1
 LARGEST_TABLE = 100_000_000  # bytes, as in safetensors
 # Types in packed files: their names in safetensors, in checksums, and in numpy. numpy has no bf16.
@@ -114,6 +115,11 @@ def _table(path: Path, data: bytes) -> tuple[dict[str, Any], int]:
 
 def _header(path: Path, metadata: Any) -> dict[str, Any]:
     text = metadata.get(KEY) if isinstance(metadata, dict) else None
+    if isinstance(metadata, dict) and WEIGHTS in metadata:
+        raise UserError(
+            f'{path} has the weights of a custom model, without a program: equipoise.load("{path.name}", into=model) '
+            f"loads it, and `equipoise export RUN FILE.safetensors` writes a file for the runtime"
+        )
     if not isinstance(text, str):
         _damaged(path, "it has no header")
     try:

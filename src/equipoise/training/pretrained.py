@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.deploy.coding import decode_all
-from equipoise.deploy.packed_file import WEIGHTS, Unpacked, read_file, read_packed
+from equipoise.deploy.packed_file import Unpacked, read_file, read_packed
 from equipoise.errors import UserError
 from equipoise.models import Normalize
-from equipoise.runtime.packed_arrays import KEY
+from equipoise.runtime.packed_arrays import KEY, WEIGHTS
 
 State = dict[str, Tensor]
 

@@ -264,6 +264,17 @@ def test_files_that_are_none(small: Path, tmp_path: Path) -> None:
         refused("damaged or not a packed network", lambda: load(tmp_path / "bad"))
 
 
+def test_a_file_of_save_is_not_called_damaged(tmp_path: Path) -> None:
+    equipoise.save(nn.Linear(3, 2), tmp_path / "net.safetensors")
+    with pytest.raises(UserError) as caught:
+        load(tmp_path / "net.safetensors")
+    assert str(caught.value) == (
+        f"{tmp_path / 'net.safetensors'} has the weights of a custom model, without a program: equipoise.load("
+        '"net.safetensors", into=model) loads it, and `equipoise export RUN FILE.safetensors` writes a file for the '
+        "runtime"
+    )
+
+
 @pytest.mark.parametrize("threads", [0, -1, 1025, 10**5, 10**9, True, 2.0, "a"])
 def test_numbers_of_threads_that_openmp_cannot_start(threads: Any, small: Path) -> None:
     refused(f"threads={threads!r} must be a whole number from 1 to 1024", lambda: load(small, threads=threads))
