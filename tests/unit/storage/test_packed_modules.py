@@ -428,3 +428,28 @@ def test_both_kernels_refuse_the_same_inputs(
     assert mine is not None
     with pytest.raises(UserError):
         mine(x)
+
+
+# -- what the guide says
+
+
+@torch.no_grad()
+def test_only_values_change_the_weight() -> None:
+    model = pack(nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(4, 4)), SET(sparsity=0.8))
+    for layer in model.modules():
+        if isinstance(layer, PackedLayer):
+            before = layer.weight
+            layer.weight.zero_()
+            assert torch.equal(layer.weight, before)
+            layer.values.mul_(2)
+            assert torch.equal(layer.weight.flatten()[layer.index.long()], layer.values)
+            assert torch.equal(layer.weight, 2 * before)
+
+
+def test_packed_convolutions_take_batches() -> None:
+    layer = packed(nn.Conv2d(8, 8, 3), torch.ones(8, 8, 3, 3).bool())
+    assert layer is not None
+    image = torch.randn(8, 5, 5)
+    assert layer(image.unsqueeze(0)).shape == (1, 8, 3, 3)
+    with pytest.raises(UserError, match=r"takes a batch of 4 dimensions, not \(8, 5, 5\)"):
+        layer(image)
