@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
-import cpu
+BENCH = Path(__file__).parents[3] / "bench"
 
 
-def test_the_rivals_are_all_forms_of_the_dense_model() -> None:
+@pytest.fixture(scope="module")
+def cpu() -> ModuleType:
+    sys.path.insert(0, str(BENCH))
+    try:
+        return importlib.import_module("cpu")
+    finally:
+        sys.path.remove(str(BENCH))  # where files have the names of packages, such as accelerate
+
+
+def test_the_rivals_are_all_forms_of_the_dense_model(cpu: ModuleType) -> None:
     assert len({str(form) for form in cpu.DENSE}) == 8
     eager = [form for form in cpu.DENSE if form.mode == "eager"]
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 10)), torch.rand(2, 3, 6, 6)
@@ -23,7 +35,7 @@ def test_the_rivals_are_all_forms_of_the_dense_model() -> None:
     assert measured["milliseconds"].keys() == found.rivals.keys()
 
 
-def test_ratios_are_against_the_best_float32_and_the_best_of_all() -> None:
+def test_ratios_are_against_the_best_float32_and_the_best_of_all(cpu: ModuleType) -> None:
     times = {
         "dense float32, NCHW, eager": 12.0,
         "dense float32, channels_last, compile": 8.0,
@@ -37,7 +49,9 @@ def test_ratios_are_against_the_best_float32_and_the_best_of_all() -> None:
     assert lines[6] == "| onnxruntime, dense float32 | 1.0 | 8.00 × | 4.00 × |"
 
 
-def test_a_run_replaces_the_results_of_its_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_replaces_the_results_of_its_sections(
+    cpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu, "RESULTS", tmp_path / "results" / "cpu.json")
     monkeypatch.setattr(cpu, "PAGE", tmp_path / "page.md")
     (tmp_path / "page.md").write_text("before\n\n<!-- cpu -->\nold\n<!-- /cpu -->\nafter\n")
