@@ -195,10 +195,9 @@ def test_the_default_compiler_gives_the_same_numbers(name: str) -> None:
         torch.testing.assert_close(found, value)
 
 
-def test_changing_numbers_of_weights_need_few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(force_parameter_static_shapes=False, force_nn_module_property_static_shapes=False)
+def test_changing_numbers_of_weights_need_few_graphs() -> None:
     """With the settings that docs/guides/cpu.md names; torch else compiles for every number of active weights."""
-    for name in ("force_parameter_static_shapes", "force_nn_module_property_static_shapes"):
-        monkeypatch.setattr(torch._dynamo.config, name, False)
     torch.manual_seed(0)
     algorithm = GMP(sparsity=0.9, every=1)
     model = pack(nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8)), algorithm)
