@@ -78,7 +78,5 @@ def _weights(values: Tensor, blocks: Blocks) -> Floats:
 
 def _describe_source(x: Tensor, y: Tensor, blocks: Blocks) -> tuple[Map, Integers, int]:
     """Describe the input of a convolution; return also the offset of each tap and the largest one within a plane."""
-    channel_step, row_step = boundary.plane_steps(x)
-    within = blocks.tap_offsets(row_step)
-    source = boundary.describe_source(x, y.shape, blocks.shape.stride, blocks.extent(channel_step, within))
-    return source, blocks.offsets(channel_step, within), int(within.max())
+    offsets, extent, reach = blocks.laid_out(*boundary.plane_steps(x))
+    return boundary.describe_source(x, y.shape, blocks.shape.stride, extent), offsets, reach

@@ -35,6 +35,17 @@ class Blocks:
         )
         self.stride = np.array(shape.stride)
         self.reach = np.stack(np.broadcast_arrays(rows[:, None], columns), -1).reshape(-1, 2)
+        self._laid_out: tuple[Pair, tuple[Integers, Pair, int]] | None = None
+
+    def laid_out(self, channel_step: int, row_step: int) -> tuple[Integers, Pair, int]:
+        """Return the offset of each tap, their extent, and the largest one within a plane; the last are remembered."""
+        steps, last = (channel_step, row_step), self._laid_out  # which other threads may replace
+        if last is not None and last[0] == steps:
+            return last[1]
+        within = self.tap_offsets(row_step)
+        found = self.offsets(channel_step, within), self.extent(channel_step, within), int(within.max())
+        self._laid_out = steps, found
+        return found
 
     def tap_offsets(self, row_step: int) -> NDArray[np.int64]:
         """Return the offset of each position in the kernel, in a blocked plane with `row_step` floats to a row."""
