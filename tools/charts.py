@@ -40,7 +40,7 @@ OURS = "ours: fast recipe, 99 % sparse"
 FAMILIES = {"dense": "dense", "SET-ITOP published": "SET-ITOP as in the paper, 99 % sparse", "fast": OURS}
 OURS_BF16 = "ours, bf16 activations, 99 % sparse"
 KINDS = {"float32": "dense, float32", "bf16": "dense, bf16", "sparse": OURS, "sparse bf16": OURS_BF16}
-KINDS |= dict.fromkeys(("published", "published bf16"), FAMILIES["SET-ITOP published"] + ", packed")
+KINDS |= dict.fromkeys(("published", "published bf16"), "SET-ITOP as in the paper, packed")
 SHORT = {
     **{name: name.split(" as in")[0] for name in (*FAMILIES.values(), *KINDS.values())},
     OURS: "ours",
@@ -174,7 +174,7 @@ def draw_time_to_accuracy(panels: dict[str, Panel], path: Path, digest: str) -> 
                 told += f"\n{fastest(panel, unit)}"
             elif place != GPU and any(arm.on_gpu for arm in on_cpu().arms):
                 others = " and SET-ITOP" if on_cpu().of("published", "published bf16") else ""
-                told += f"\ndense{others}: steps timed here, accuracy of the same training on a GPU"
+                told += f"\ndense{others}: steps timed here, accuracy from a GPU"
             axis.set_title(told)
             axis.set_xlabel(f"{words} of training steps, without start-up")
             axis.set_xlim(left=0, right=1.04 * max(point.time for points in panel.values() for point in points))
