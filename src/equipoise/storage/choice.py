@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import fx, nn
@@ -64,7 +64,7 @@ def choose(graph: fx.Graph, model: nn.Module) -> Choice:
     dense |= _alone(blocked_graph(graph, model, dense), layers)
     sizes = _sizes(blocked_graph(graph, model, dense), layers)
     called = [(str(node.target), size.positions) for node, size in sizes.items() if _is_layer(node, layers)]
-    costs = _costs({name: positions for name, positions in called if name not in dense}, layers, sizes)
+    costs = _costs([(name, positions) for name, positions in called if name not in dense], layers, sizes)
     if all(layer_cost.is_small(layers[name].shape) for name, _ in called):
         return Choice(dense, 0.0, costs)
     blocked = one_by_one = 0.0
@@ -79,10 +79,11 @@ def choose(graph: fx.Graph, model: nn.Module) -> Choice:
     return Choice(dense, layer_cost.BLOCKED * blocked / one_by_one, costs)
 
 
-def _costs(called: dict[str, float], layers: Layers, nodes: Iterable[Node]) -> Costs:
-    shapes = {name: (layers[name].shape, layers[name].values.numel()) for name in called}
-    plain = sum(positions * layer_cost.with_norm(shapes[name][0]) for name, positions in called.items())
-    blocked = sum(positions * layer_cost.with_norm_in_blocks(*shapes[name]) for name, positions in called.items())
+def _costs(called: Sequence[tuple[str, float]], layers: Layers, nodes: Iterable[Node]) -> Costs:
+    """The costs of layers by name and positions; a layer that is called twice counts twice."""
+    sized = [(positions, layers[name].shape, layers[name].values.numel()) for name, positions in called]
+    plain = sum(positions * layer_cost.with_norm(shape) for positions, shape, _ in sized)
+    blocked = sum(positions * layer_cost.with_norm_in_blocks(shape, active) for positions, shape, active in sized)
     conversions = sum(node.target in (to_blocked, from_blocked) for node in nodes)
     calls = layer_cost.CALL_IN_BLOCKS * len(called) + layer_cost.CALL_OF_CONVERSION * conversions
     return Costs(plain, blocked, calls)

@@ -202,7 +202,7 @@ class PackedLayer(nn.Module):
             return True
         traced = torch.compiler.is_compiling() or type(x) is not Tensor  # such as tensors whose sizes are symbols
         key = None if traced else (x.shape, x.dtype, x.is_cpu, x.layout, *self._kind_of_values())
-        found = self._dense_for.get(key)
+        found = None if key is None else self._dense_for.get(key)
         if found is not None:
             return found  # such an input has been checked
         self._check(x)

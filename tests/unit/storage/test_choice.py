@@ -9,7 +9,8 @@ from torch import nn
 from equipoise.kernels import library
 from equipoise.sparse import pack
 from equipoise.storage import pack as packing
-from equipoise.storage.choice import Choice, Costs
+from equipoise.storage.choice import Choice, Costs, choose
+from equipoise.storage.trace import read
 
 PAYS = Choice.pays  # before the fixture of all tests replaces it
 
@@ -75,3 +76,29 @@ def test_a_layer_without_zeros_runs_dense() -> None:
     assert [layer.dense_alone() for layer in (model[0], model[3])] == [True, True]
     sparse = pack(few_channels(), masks(few_channels(), 0.1))
     assert [layer.dense_alone() for layer in (sparse[0], sparse[3])] == [False, False]
+
+
+class Once(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.conv(x))
+
+
+class Twice(Once):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.conv(x))
+        return torch.relu(self.conv(x))
+
+
+def test_a_layer_that_is_called_twice_counts_twice() -> None:
+    costs = []
+    for kind in (Once, Twice):
+        model = pack(kind(), {"conv.weight": torch.ones(8, 8, 3, 3).tril() > 0})
+        reading = read(model)
+        assert reading is not None
+        costs.append(choose(reading.graph, model).costs)
+    assert costs[1].plain == 2 * costs[0].plain
+    assert costs[1].blocked == 2 * costs[0].blocked
